@@ -6,7 +6,7 @@ tests/test_serve.py checks them with the types of the `openai` package, which ta
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Finish = Literal["stop", "length", "tool_calls"]
 Json = dict[str, Any]
+AnswerForm = Callable[[str], Any]  # makes an answer, of the model's name
 
 
 OF_FIGURES = (  # what `vismoe_of` takes over from `Figures`
@@ -74,6 +75,7 @@ def usage_of(figures: "Figures") -> Json:
         prompt_tokens=figures.prompt_tokens,
         total_tokens=figures.prompt_tokens + figures.answer_tokens,
         prompt_tokens_details=dict(cached_tokens=figures.reused_tokens, image_tokens=figures.visual_tokens),
+        completion_tokens_details=dict(reasoning_tokens=figures.reasoning_tokens),
     )
 
 
@@ -98,6 +100,16 @@ def _entry(token: "TokenLogprob") -> Json:
     return dict(token=token.text, bytes=list(token.bytes), logprob=max(token.logprob, LEAST_LOGPROB))
 
 
+def encoded_event(event: Json) -> bytes:
+    """One event that is named by its type, in ASCII, because some clients break lines at characters of Unicode."""
+    return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'), allow_nan=False)}\n\n".encode()
+
+
+def entry_of(token: "TokenLogprob") -> Json:
+    """A token with its chances and those of likelier ones."""
+    return _entry(token) | {"top_logprobs": list(map(_entry, token.top))}
+
+
 class TextAnswer:
     """The answer to a completion request, whole or in chunks, which have the same form."""
 
@@ -105,13 +117,14 @@ class TextAnswer:
     object = "text_completion"
     end = b"data: [DONE]\n\n"  # of a stream
 
-    def __init__(self, model: str, include_usage: bool = False, logprobs: bool = False):
+    def __init__(self, include_usage: bool, logprobs: bool, echo: str, model: str):
+        """echo: what is told before the answer."""
         self.id = f"{self.kind}-{uuid.uuid4().hex}"
         self._made: Json = {"created": int(time.time()), "model": model}
-        self._include_usage, self._logprobs = include_usage, logprobs
+        self._include_usage, self._logprobs, self._echo = include_usage, logprobs, echo
 
     def whole(self, pieces: Sequence[Piece], figures: "Figures") -> Json:
-        text, finish, tokens = text_of(pieces), self._finish(figures), tokens_of(pieces)
+        text, finish, tokens = self._echo + text_of(pieces), self._finish(figures), tokens_of(pieces)
         return self._part(text, finish, tokens, usage=usage_of(figures), vismoe=vismoe_of(figures))
 
     @staticmethod
@@ -126,7 +139,7 @@ class TextAnswer:
 
     def opening(self) -> list[Json]:
         """Chunks before the first piece of text."""
-        return []
+        return [self._part(self._echo)] if self._echo else []
 
     def piece(self, piece: Piece) -> list[Json]:
         return [self._part(text_of([piece]), None, tokens_of([piece]))]
@@ -166,8 +179,8 @@ class ChatAnswer(TextAnswer):
     kind = "chatcmpl"
     object = "chat.completion.chunk"
 
-    def __init__(self, model: str, include_usage: bool = False, logprobs: bool = False):
-        super().__init__(model, include_usage, logprobs)
+    def __init__(self, include_usage: bool, logprobs: bool, model: str):
+        super().__init__(include_usage, logprobs, "", model)
         self._calls = 0  # that were told
 
     def whole(self, pieces: Sequence[Piece], figures: "Figures") -> Json:
@@ -202,8 +215,7 @@ class ChatAnswer(TextAnswer):
         return self._delta({} if text is None else dict(content=text), finish, logprobs, **extras)
 
     def _probabilities(self, tokens: "Sequence[TokenLogprob]") -> Json:
-        content = [_entry(token) | {"top_logprobs": list(map(_entry, token.top))} for token in tokens]
-        return dict(content=content, refusal=None)
+        return dict(content=list(map(entry_of, tokens)), refusal=None)
 
     def _delta(self, delta: Json, finish: Finish | None = None, logprobs: Json | None = None, **extras: Any) -> Json:
         choice = dict(delta=delta, index=0, finish_reason=finish, logprobs=logprobs)
@@ -211,10 +223,10 @@ class ChatAnswer(TextAnswer):
 
 
 class AnswerChoices:
-    """Answers to one request, as the choices of one answer; a single one is told as it is."""
+    """Answers to one request, as the choices of one answer; a single one is told as it is. n: to each prompt."""
 
-    def __init__(self, answers: Sequence[Any]):
-        self._answers, first = answers, answers[0]
+    def __init__(self, answers: Sequence[Any], n: int):
+        self._answers, self._n, first = answers, n, answers[0]
         self._several = len(answers) > 1
         self.id, self.encoded, self.error, self.end = first.id, first.encoded, first.error, first.end
 
@@ -224,7 +236,7 @@ class AnswerChoices:
             one: Json = self._answers[0].whole(said[0], figures[0])
             return one
         wholes = [answer.whole(pieces, of) for answer, pieces, of in zip(self._answers, said, figures, strict=True)]
-        return {**self._joined(wholes), **_together(wholes)}
+        return {**self._joined(wholes), **_together(wholes, self._n)}
 
     def opening(self) -> list[Json]:
         return [self._numbered(place, chunk) for place, answer in enumerate(self._answers) for chunk in answer.opening()]
@@ -238,7 +250,7 @@ class AnswerChoices:
             return list(self._answers[0].closing(figures[0]))
         ends, *usages = zip(*(answer.closing(of) for answer, of in zip(self._answers, figures, strict=True)), strict=True)
         chunks = [self._numbered(place, chunk) for place, chunk in enumerate(ends)]
-        statistics = _together(usages[0] if usages else ends)
+        statistics = _together(usages[0] if usages else ends, self._n)
         for chunk in chunks:
             chunk.pop("vismoe", None)
         if usages:
@@ -255,11 +267,19 @@ class AnswerChoices:
         return {**chunk, "id": self.id, "choices": [{**choice, "index": place} for choice in chunk["choices"]]}
 
 
-def _together(chunks: Sequence[Json]) -> Json:
-    """Statistics of answers to one prompt, which counts once; `vismoe` of several is a list."""
-    first = chunks[0]
+def _together(chunks: Sequence[Json], n: int) -> Json:
+    """Statistics of n answers to each prompt, which counts once; `vismoe` of several is a list."""
     found: Json = {"vismoe": [chunk["vismoe"] for chunk in chunks]}
-    if usage := first.get("usage"):
-        tokens = sum(chunk["usage"]["completion_tokens"] for chunk in chunks)
-        found["usage"] = {**usage, "completion_tokens": tokens, "total_tokens": usage["prompt_tokens"] + tokens}
+    if "usage" in chunks[0]:
+        usages = [chunk["usage"] for chunk in chunks]
+        prompts, answers = _summed(usages[::n]), _summed(usages)
+        answered = {name: answers[name] for name in ("completion_tokens", "completion_tokens_details")}
+        found["usage"] = {**prompts, **answered, "total_tokens": prompts["prompt_tokens"] + answers["completion_tokens"]}
     return found
+
+
+def _summed(usages: Sequence[Json]) -> Json:
+    return {
+        name: _summed([usage[name] for usage in usages]) if isinstance(value, dict) else sum(usage[name] for usage in usages)
+        for name, value in usages[0].items()
+    }

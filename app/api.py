@@ -25,7 +25,9 @@ from vismoe.app.prometheus import metrics_text
 from vismoe.app.request_memory import RequestMemory
 from vismoe.config import SERVER_DEFAULTS, parse_bytes
 
-NOT_FOUND = "there is no such address. Fix: use /v1/chat/completions, /v1/completions, /v1/messages, /v1/models"
+NOT_FOUND = (
+    "there is no such address. Fix: use /v1/chat/completions, /v1/responses, /v1/completions, /v1/messages, /v1/models, /tokenize"
+)
 
 
 def create_app(engine: Any, options: ServeOptions) -> FastAPI:
@@ -72,8 +74,11 @@ def create_app(engine: Any, options: ServeOptions) -> FastAPI:
     app.add_exception_handler(HTTPException, _no_such_route)
     app.add_api_route("/v1/chat/completions", completions.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/messages", completions.messages, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/messages/count_tokens", completions.count, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/messages/count_tokens", completions.count_of_messages, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/responses/input_tokens", completions.count_of_responses, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/responses", completions.responses, methods=["POST"], response_model=None)
     app.add_api_route("/v1/completions", completions.text, methods=["POST"], response_model=None)
+    app.add_api_route("/tokenize", completions.tokenize, methods=["POST"], response_model=None)
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -6,10 +6,11 @@ through a queue. If a request ends early (the client left, the server closes, an
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
@@ -18,16 +19,28 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from vismoe.app.answers import AnswerChoices, ChatAnswer, TextAnswer, tokens_of
+from vismoe.app.answers import AnswerChoices, AnswerForm, tokens_of
 from vismoe.app.api_errors import ApiError, api_error_of
 from vismoe.app.callers import Caller, Callers
-from vismoe.app.costs import BASE_BYTES, PictureCost, body_bytes, parsing_bytes, picture_cost, text_bytes
+from vismoe.app.costs import BASE_BYTES, PictureCost, body_bytes, held_bytes, parsing_bytes, picture_cost, text_bytes
 from vismoe.app.images import ImageIntake
-from vismoe.app.messages import CountRequest, MessagesAnswer, MessagesRequest
+from vismoe.app.messages import CountRequest, MessagesRequest
 from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import LARGE_BODY_BYTES, MemoryKind, MemoryShare
-from vismoe.app.schemas import ChatRequest, CompletionRequest, ContentPart, Sampling, Strict, count_values, parse
+from vismoe.app.responses import ResponsesRequest
+from vismoe.app.schemas import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    Sampling,
+    TokenizeRequest,
+    Translated,
+    count_values,
+    parse,
+)
 from vismoe.errors import InputError
+from vismoe.models.inputs.prompts import Prompt
 from vismoe.models.inputs.responses import Piece
 from vismoe.models.inputs.rgb import Header
 from vismoe.options import INT64, RequestOptions
@@ -40,7 +53,7 @@ EMPTY = ContentPart(type="text", text="")  # content of an assistant message wit
 REQUEST_ID = "X-Request-ID"
 STEP_BYTES = 2**20  # buffer growth for a body of unknown length
 
-Call = Callable[..., Any]  # starts and returns the engine's reply; its seed may be given by name
+Call = Callable[..., Any]  # starts and returns the engine's reply, whose seed may be given by name; or makes a prompt
 Placed = tuple[int, Piece]  # a piece, of which answer
 Result = TypeVar("Result")
 
@@ -56,61 +69,58 @@ class Completions:
 
     async def chat(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
-        return await self._answer(http, ChatRequest, self._call, ChatAnswer)
-
-    async def _call(self, request: ChatRequest, share: MemoryShare) -> Call:
-        options = self._chat_options(request)
-        messages = await self._messages(request, share, options.image_tokens)
-        return partial(self._engine.chat, messages, options, **request.of_template)
-
-    async def messages(self, http: Request) -> Response:
-        """POST /v1/messages, of the Anthropic API."""
-        return await self._answer(http, MessagesRequest, self._call, MessagesAnswer)
-
-    async def count(self, http: Request) -> Response:
-        """POST /v1/messages/count_tokens."""
-
-        async def call(request: ChatRequest, share: MemoryShare) -> Call:
-            options = self._chat_options(request)
-            messages = await self._messages(request, share, options.image_tokens)
-            return partial(self._engine.prompt_tokens, messages, options, **request.of_template)
-
-        caller = self._callers.enter()
-        try:
-            counted, _ = await self._asked(http, caller, CountRequest, call)
-            return JSONResponse({"input_tokens": await self._in_thread(counted)})
-        finally:
-            self._callers.ends(caller)
+        return await self._answer(http, ChatRequest)
 
     async def text(self, http: Request) -> Response:
         """POST /v1/completions."""
+        return await self._answer(http, CompletionRequest)
 
-        async def call(request: CompletionRequest, share: MemoryShare) -> Call:
-            self._check_length(len(request.prompt), "prompt")
-            await share.grow(MemoryKind.PICTURES, of_text := text_bytes([request.prompt]))
-            share.decoded(0, of_text)
-            return partial(self._engine.complete, request.prompt, self._request_options(request))
+    async def responses(self, http: Request) -> Response:
+        """POST /v1/responses."""
+        return await self._answer(http, ResponsesRequest)
 
-        return await self._answer(http, CompletionRequest, call, TextAnswer)
+    async def messages(self, http: Request) -> Response:
+        """POST /v1/messages, of the Anthropic API."""
+        return await self._answer(http, MessagesRequest)
 
-    async def _answer(
-        self,
-        http: Request,
-        kind: type[Strict],
-        call_of: Callable[[Any, MemoryShare], Awaitable[Call]],
-        form: type[TextAnswer | MessagesAnswer],
-    ) -> Response:
+    async def count_of_messages(self, http: Request) -> Response:
+        """POST /v1/messages/count_tokens."""
+        return JSONResponse({"input_tokens": len(await self._ids(http, CountRequest))})
+
+    async def count_of_responses(self, http: Request) -> Response:
+        """POST /v1/responses/input_tokens."""
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(await self._ids(http, ResponsesRequest))})
+
+    async def tokenize(self, http: Request) -> Response:
+        """POST /tokenize, in vLLM's form."""
+        ids = await self._ids(http, TokenizeRequest)
+        return JSONResponse({"count": len(ids), "max_model_len": self._engine.plan.context, "tokens": ids})
+
+    async def _ids(self, http: Request, kind: type[Body]) -> list[int]:
+        """The tokens of the prompt of a request."""
         caller = self._callers.enter()
         try:
-            call, wish = await self._asked(http, caller, kind, call_of)
+            (built, *others), _ = await self._asked(http, caller, kind, building=True)
+            if others:
+                raise ApiError(400, "one prompt a request", "prompt")
+            prompt: Prompt = await self._in_thread(built)
+            ids: list[int] = prompt.inputs["input_ids"][0].tolist()
+            return ids
+        finally:
+            self._callers.ends(caller)
+
+    async def _answer(self, http: Request, kind: type[Body]) -> Response:
+        caller = self._callers.enter()
+        try:
+            calls, wish = await self._asked(http, caller, kind)
             caller.memory.shrink(MemoryKind.LARGE_BODY, 0)  # the body and its parsed form are released
-            caller.memory.shrink(MemoryKind.BODY, BASE_BYTES)
-            replies = await self._in_thread(unless_left, caller, call, wish)
-            del call  # releases the pictures
+            caller.memory.shrink(MemoryKind.BODY, BASE_BYTES + wish.held_bytes)
+            replies = await self._in_thread(unless_left, caller, calls, wish)
+            del calls  # releases the pictures
             said = Said(replies, caller.memory)
             caller.memory.is_built()
             caller.takes(replies)
-            answer = AnswerChoices([form(self._model, wish.include_usage, wish.logprobs) for _ in replies])
+            answer = AnswerChoices([form(self._model) for form in wish.forms for _ in range(wish.n)], wish.n)
             if wish.stream:
                 pieces = said.pieces(BEAT_S)
                 if wish.change:  # a change may be impossible, so the response waits until that is known
@@ -126,23 +136,38 @@ class Completions:
         self._callers.ends(caller)
         return JSONResponse(answer.whole(whole, [reply.figures for reply in replies]), headers={REQUEST_ID: answer.id})
 
-    async def _asked(
-        self, http: Request, caller: Caller, kind: type[Strict], call_of: Callable[[Any, MemoryShare], Awaitable[Call]]
-    ) -> tuple[Call, "Wish"]:
-        """The call to the engine for a request, and the form of the answer. Body and text are released when this returns."""
+    async def _asked(self, http: Request, caller: Caller, kind: type[Body], building: bool = False) -> tuple[list[Call], "Wish"]:
+        """The calls to the engine for a request, one for each prompt, and the form of the answers. Body and text are released
+        when this returns. building: the calls make prompts and ask for no answer."""
         share = caller.memory
         await share.grow(MemoryKind.BODY, BASE_BYTES)
         body = await body_of(http, share)
         values = await self._in_thread(count_values, body)
         await share.grow(MemoryKind.BODY, await self._in_thread(parsing_bytes, body, values))
         parsed = await self._in_thread(parse, kind, body)
-        request = parsed.chat() if isinstance(parsed, CountRequest) else parsed
+        request: Sampling = parsed.translated() if isinstance(parsed, Translated) else parsed
+        forms, held = parsed.forms(), await self._in_thread(held_bytes, parsed.repeated)
         del body, parsed
         self._check_model(request.model)
         caller.watch(http.receive)
-        wish = Wish.of(request)
+        wish = Wish.of(request, forms, held)
         self._callers.expect(caller, wish.answers)
-        return await call_of(request, share), wish
+        if isinstance(request, CompletionRequest):
+            return await self._of_texts(request, share, building), wish
+        assert isinstance(request, ChatRequest)
+        options = self._chat_options(request)
+        messages = await self._messages(request, share, options.image_tokens)
+        task = self._engine.prompt_of if building else self._engine.chat
+        return [partial(task, messages, options, **request.of_template)], wish
+
+    async def _of_texts(self, request: CompletionRequest, share: MemoryShare, building: bool) -> list[Call]:
+        options, texts = self._request_options(request), [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        self._check_length(max(map(len, texts), default=0), "prompt")
+        await share.grow(MemoryKind.PICTURES, of_text := text_bytes(texts))
+        share.decoded(0, of_text)
+        if building:
+            return [partial(self._engine.prompts.build_text, prompt) for prompt in request.prompts]
+        return [partial(self._engine.complete, prompt, options) for prompt in request.prompts]
 
     def _check_model(self, asked: str | None) -> None:
         if asked not in (None, self._model):
@@ -269,11 +294,11 @@ class EventStream(Response):
             yield self._answer.error(api_error_of(error))
 
 
-def unless_left(caller: Caller, call: Call, wish: "Wish") -> list[Any]:
-    """Starts the replies, unless the client left while other prompts were built. Each has a seed of its own."""
+def unless_left(caller: Caller, calls: Sequence[Call], wish: "Wish") -> list[Any]:
+    """Starts the replies, unless the client left while other prompts were built. Those of a prompt have seeds of their own."""
     replies = list[Any]()
     try:
-        for place in range(wish.answers):
+        for call, place in product(calls, range(wish.n)):
             caller.check()
             replies.append(call(**({} if wish.seed is None else {"seed": (wish.seed + place + INT64) % (2 * INT64) - INT64})))
     except BaseException:
@@ -285,19 +310,23 @@ def unless_left(caller: Caller, call: Call, wish: "Wish") -> list[Any]:
 
 @dataclass(frozen=True)
 class Wish:
-    """The form in which a client wants the answers, and how many."""
+    """How a client wants the answers, and how many."""
 
     stream: bool
-    include_usage: bool
     change: bool  # the request changes policy or formats
-    logprobs: bool
-    answers: int
+    n: int  # answers to each prompt
     seed: int | None  # of the first one
+    forms: Sequence[AnswerForm]  # for each prompt
+    held_bytes: int  # of the request, in its answer
+
+    @property
+    def answers(self) -> int:
+        return self.n * len(self.forms)
 
     @classmethod
-    def of(cls, request: Sampling) -> "Wish":
-        change, logprobs = bool(request.vismoe and request.vismoe.change), request.most_likely is not None
-        return cls(bool(request.stream), request.include_usage, change, logprobs, request.n or 1, request.seed)
+    def of(cls, request: Sampling, forms: Sequence[AnswerForm], held: int) -> "Wish":
+        change = bool(request.vismoe and request.vismoe.change)
+        return cls(bool(request.stream), change, request.n or 1, request.seed, forms, held)
 
 
 class Said:

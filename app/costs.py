@@ -4,9 +4,11 @@ Factors were measured (peak resident size of a separate process) with parsing, t
 families, and rounded up. Units are bytes unless a name says otherwise.
 """
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vismoe.models.inputs.image_sizes import Look, most_reduction
 from vismoe.models.inputs.rgb import Header, Reduction, decoding_bytes
@@ -19,6 +21,7 @@ KEPT_BYTES = 4  # per pixel of a decoded picture
 READ_BYTES = 16  # further bytes per pixel while the processor reads it: 13, and its hash
 SEEN_BYTES = 70  # per pixel of the processor's result: 66 with several pictures, 24 of these for the model
 UNKNOWN_BYTES = 32 * 2**20  # result of a processor with an unknown rule: seventeen tiles of 400 x 400
+HELD_BYTES = 8  # per character of what an answer repeats of its request: as objects, and as text of four bytes a character
 STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
@@ -66,6 +69,11 @@ def parsing_bytes(body: bytes | bytearray, values: int) -> int:
         strings = (found.group() for found in STRINGS.finditer(body))
         wide = sum(3 * len(string) for string in strings if not string.isascii() or b"\\u" in string)
     return max(0, VALUE_BYTES * values + wide - SMALL_BYTES)
+
+
+def held_bytes(repeated: Any) -> int:
+    """Memory of what an answer holds of its request."""
+    return HELD_BYTES * len(json.dumps(repeated)) if repeated else 0
 
 
 def text_bytes(texts: Iterable[str]) -> int:

@@ -8,11 +8,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from vismoe.app.answers import Json, text_of, vismoe_of
+from vismoe.app.answers import AnswerForm, Json, encoded_event, text_of, vismoe_of
 from vismoe.app.api_errors import ApiError, error_of_messages
-from vismoe.app.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, Strict, as_parts
+from vismoe.app.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, Nulls, Strict, Translated, as_parts
 from vismoe.models.inputs.responses import Piece, Reasoning
 from vismoe.models.inputs.tools import ToolCall
 from vismoe.options import AnswerTokens
@@ -21,15 +21,10 @@ if TYPE_CHECKING:
     from vismoe.engine.stats import Figures
 
 
-class Hinted(Strict):
-    """cache_control: taken, and not used: prompts are reused by themselves. Fields that are null ask for nothing."""
+class Hinted(Nulls):
+    """cache_control: taken, and not used: prompts are reused by themselves."""
 
     cache_control: dict[str, Any] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 class TextBlock(Hinted):
@@ -167,7 +162,7 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class CountRequest(Hinted):
+class CountRequest(Translated, Hinted):
     """The body of /v1/messages/count_tokens."""
 
     model: str | None = None
@@ -179,8 +174,7 @@ class CountRequest(Hinted):
     output_config: OutputConfig | None = None
     vismoe: dict[str, Any] | None = None
 
-    def chat(self) -> ChatRequest:
-        """The same request to /v1/chat/completions. Raises ApiError and pydantic's ValidationError."""
+    def translated(self) -> ChatRequest:
         system = [{"role": "system", "content": _parts(self.system)}] if self.system else []
         messages = [*system, *(message for turn in self.messages for message in turn.messages())]
         given: Json = {"model": self.model, "messages": messages, "vismoe": self.vismoe, **self._of_answer()}
@@ -198,6 +192,9 @@ class CountRequest(Hinted):
             schema = {"schema": self.output_config.format.schema_}
             given["response_format"] = {"type": "json_schema", "json_schema": schema}
         return ChatRequest.model_validate({name: value for name, value in given.items() if value is not None})
+
+    def forms(self) -> Sequence[AnswerForm]:
+        return [MessagesAnswer]
 
     def _of_answer(self) -> Json:
         return {}
@@ -225,18 +222,16 @@ class MessagesAnswer:
 
     end = b""
 
-    def __init__(self, model: str, include_usage: bool = False, logprobs: bool = False):
+    def __init__(self, model: str):
         self.id, self._model = f"msg_{uuid.uuid4().hex}", model
         self._block: str | None = None  # the type of the block that is open
         self._blocks, self._called = 0, False
 
-    @staticmethod
-    def encoded(event: Json) -> bytes:
-        return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'), allow_nan=False)}\n\n".encode()
+    encoded = staticmethod(encoded_event)
 
     @staticmethod
     def error(error: ApiError) -> bytes:
-        return MessagesAnswer.encoded(error_of_messages(error))
+        return encoded_event(error_of_messages(error))
 
     def whole(self, pieces: Sequence[Piece], figures: "Figures") -> Json:
         thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))

@@ -8,12 +8,14 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from vismoe.app.answers import AnswerForm, ChatAnswer, TextAnswer
 from vismoe.app.api_errors import ApiError
 from vismoe.config import DraftName, Kept, PolicyName, Retention, Selection, Tokens, parse_formats
 from vismoe.errors import ConfigError, InputError
@@ -23,6 +25,7 @@ from vismoe.options import (
     COLDEST,
     HOTTEST,
     MOST_STOPS,
+    MOST_TOKENS,
     MOST_TOP,
     OF_SAMPLING,
     OPTIONS,
@@ -42,13 +45,23 @@ from vismoe.ranges import Range
 
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000  # of a message
-MOST_ANSWERS = 8
+MOST_ANSWERS = 8  # to one prompt
+MOST_PROMPTS = 128
 MAX_TOOLS = 1_000
 MAX_VALUES = 10**6  # of a body: pictures are few long strings, and many short values take far more memory than their text
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+
+
+class Nulls(Strict):
+    """Fields that are null ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 class ImageSize(Strict):
@@ -283,8 +296,50 @@ def _by_token(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
-class Sampling(Strict):
+Unused = dict[str, tuple[tuple[Any, ...], str]]  # values that ask for nothing, and what to do about any other
+
+
+class Body(Strict):
+    """The body of a request."""
+
+    unused: ClassVar[Unused] = {}  # parameters of its API that are not done here
+
+    def forms(self) -> Sequence[AnswerForm]:
+        """Of the answer to each prompt."""
+        raise NotImplementedError
+
+    @property
+    def repeated(self) -> Any:
+        """What the answer holds of the request."""
+        return None
+
+
+ANSWERS_ONLY = "this server answers with text only"
+UNUSED: Unused = {
+    "functions": (([],), "they are called tools now"),
+    "function_call": (("none", "auto"), "it is called tool_choice now"),
+    "modalities": ((["text"],), ANSWERS_ONLY),
+    "audio": ((), ANSWERS_ONLY),
+    "prediction": ((), "predicted outputs are not used"),
+    "verbosity": (("medium",), "say in the prompt how long an answer should be"),
+    "store": ((False,), "nothing is stored"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "web_search_options": ((), "nothing is searched"),
+    "best_of": ((1,), "one answer a request"),
+    "suffix": (("",), "text is continued at its end only"),
+}
+UNUSED_IN_MESSAGES: Unused = {
+    "refusal": ((), ANSWERS_ONLY),
+    "annotations": (([],), ANSWERS_ONLY),
+    "audio": ((), ANSWERS_ONLY),
+    "function_call": ((), "it is called tool_calls now"),
+}
+
+
+class Sampling(Body):
     """What both kinds of request have. `user`, `metadata`, `safety_identifier`, `prompt_cache_key` are taken and not used."""
+
+    unused: ClassVar[Unused] = UNUSED
 
     model: str | None = None
     max_tokens: AnswerTokens | None = None
@@ -366,6 +421,14 @@ def _options_in(given: Strict) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if value is not None}
 
 
+class Translated(Body, Nulls):
+    """A request of another API, which can be said in ours."""
+
+    def translated(self) -> "ChatRequest | CompletionRequest":
+        """The same request of ours. Raises ApiError and pydantic's ValidationError."""
+        raise NotImplementedError
+
+
 class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
@@ -402,6 +465,9 @@ class ChatRequest(Sampling):
     @property
     def length(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    def forms(self) -> Sequence[AnswerForm]:
+        return [partial(ChatAnswer, self.include_usage, bool(self.logprobs))]
 
     @property
     def conversation(self) -> Sequence[Message]:
@@ -453,45 +519,71 @@ class ChatRequest(Sampling):
         return self
 
 
-def _one_prompt(prompt: Any) -> Any:
-    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+Ids = Annotated[list[Annotated[int, Range(0, MOST_TOKENS)]], Field(min_length=1)]
+
+
+def _as_prompts(prompt: Any) -> Any:
+    """A text, ids of tokens, or a list of these."""
+    one = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int))
+    return [prompt] if one else prompt
 
 
 class CompletionRequest(Sampling):
-    """The body of /v1/completions: one prompt as text."""
+    """The body of /v1/completions: prompts as texts or ids of tokens. echo: a prompt is told before its answer."""
 
-    prompt: Annotated[str, Field(min_length=1), BeforeValidator(_one_prompt)]
+    prompts: Annotated[
+        list[Annotated[str, Field(min_length=1)] | Ids],
+        Field(min_length=1, max_length=MOST_PROMPTS, alias="prompt"),
+        BeforeValidator(_as_prompts),
+    ]
     logprobs: Annotated[int, Range(0, 5)] | None = None
+    echo: bool | None = None
 
     @property
     def most_likely(self) -> int | None:
         return self.logprobs
 
+    @property
+    def repeated(self) -> Any:
+        return self.prompts if self.echo else None
 
-# Known to the API and not done here: the values that ask for nothing, and what to do about any other.
-ANSWERS_ONLY = "this server answers with text only"
-UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "functions": (([],), "they are called tools now"),
-    "function_call": (("none", "auto"), "it is called tool_choice now"),
-    "modalities": ((["text"],), ANSWERS_ONLY),
-    "audio": ((), ANSWERS_ONLY),
-    "prediction": ((), "predicted outputs are not used"),
-    "verbosity": (("medium",), "say in the prompt how long an answer should be"),
-    "store": ((False,), "nothing is stored"),
-    "service_tier": (("auto", "default"), "there is one tier"),
-    "web_search_options": ((), "nothing is searched"),
-    "best_of": ((1,), "one answer a request"),
-    "echo": ((False,), "the prompt is not repeated"),
-    "suffix": (("",), "text is continued at its end only"),
-}
-UNUSED_IN_MESSAGES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "refusal": ((), ANSWERS_ONLY),
-    "annotations": (([],), ANSWERS_ONLY),
-    "audio": ((), ANSWERS_ONLY),
-    "function_call": ((), "it is called tool_calls now"),
-}
+    def forms(self) -> Sequence[AnswerForm]:
+        echoes = [prompt if self.echo and isinstance(prompt, str) else "" for prompt in self.prompts]
+        return [partial(TextAnswer, self.include_usage, self.logprobs is not None, echo) for echo in echoes]
 
-Request = TypeVar("Request", bound=Strict)
+    @model_validator(mode="after")
+    def _echo_of_text(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise ApiError(400, "echo with logprobs: those of a prompt are not computed. Fix: leave one of them out", "echo")
+        if self.echo and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise ApiError(400, "echo with ids of tokens: there is no text. Fix: leave it out", "echo")
+        return self
+
+
+class TokenizeRequest(Translated):
+    """The body of /tokenize: a text, or a conversation."""
+
+    unused: ClassVar[Unused] = {
+        "add_special_tokens": ((True,), "they are what the model's tokenizer adds"),
+        "add_generation_prompt": ((True,), "a conversation is what is answered"),
+        "return_token_strs": ((False,), "tokens are told by their ids"),
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
+
+    def translated(self) -> ChatRequest | CompletionRequest:
+        given = self.model_dump(exclude_unset=True)
+        return (CompletionRequest if self.messages is None else ChatRequest).model_validate(given)
+
+    def forms(self) -> Sequence[AnswerForm]:
+        return ()
+
+
+Request = TypeVar("Request", bound=Body)
 
 
 def count_values(body: bytes | bytearray) -> int:
@@ -510,10 +602,8 @@ def parse(kind: type[Request], body: bytes | bytearray) -> Request:
         raise ApiError(400, f"the body is not JSON that can be read: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
         raise ApiError(400, "the body is a JSON object", code="invalid_json")
-    if not issubclass(kind, Sampling):  # a door of another API
-        return kind.model_validate(given)
-    given = _without_unused(given, UNUSED, "")
-    if isinstance(given.get("messages"), list):
+    given = _without_unused(given, kind.unused, "")
+    if issubclass(kind, Sampling) and isinstance(given.get("messages"), list):
         given["messages"] = [
             _without_unused(message, UNUSED_IN_MESSAGES, f"messages[{place}].") if isinstance(message, dict) else message
             for place, message in enumerate(given["messages"])
@@ -521,7 +611,7 @@ def parse(kind: type[Request], body: bytes | bytearray) -> Request:
     return kind.model_validate(given)
 
 
-def _without_unused(given: dict[str, Any], unused: dict[str, tuple[tuple[Any, ...], str]], path: str) -> dict[str, Any]:
+def _without_unused(given: dict[str, Any], unused: Unused, path: str) -> dict[str, Any]:
     """`given` without the parameters that ask for nothing. Raises ApiError for those that ask for something."""
     for name in given.keys() & unused.keys():
         neutral, advice = unused[name]

@@ -29,6 +29,7 @@ def figures(answer: str, finish: str, precision: SimpleNamespace | None) -> Simp
         prompt_tokens=11,
         answer_tokens=5,
         reused_tokens=7,
+        reasoning_tokens=2,
         images=1,
         encoded_images=0,
         visual_tokens=8,

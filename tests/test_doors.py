@@ -169,13 +169,13 @@ def test_options_are_taken_by_name_or_as_one_and_the_signature_shows_them(engine
         with pytest.raises(TypeError, match="length"):
             ask(what, length=3)
     shown = inspect.signature(engine.chat).parameters
-    assert set(shown) == {"messages", "options", *OPTIONS} and shown["max_tokens"].default is None
+    assert set(shown) == {"messages", "options", "tools", "template", *OPTIONS} and shown["max_tokens"].default is None
     assert all(f"{name}: {rule.meaning}" in engine.chat.__doc__ for name, rule in OPTIONS.items())
 
 
 @pytest.mark.parametrize("option", [{"keep": 0.5}, {"selection": "random"}, {"image_tokens": (4, 8)}], ids=str)
 def test_a_text_alone_has_no_options_of_images(engine, option):
-    with pytest.raises(InputError, match=r"no images\. Fix: leave it out"):
+    with pytest.raises(InputError, match=r"neither images nor reasoning\. Fix: leave it out"):
         engine.complete("Hi", **option)
     assert not option.keys() & inspect.signature(engine.complete).parameters.keys()
 

@@ -37,7 +37,10 @@ OPTIONAL = {
 BEHIND_AN_EXTRA = {
     "vismoe/kernels/gpu/programs.py",
     "vismoe/models/inputs/remote_images.py",
-    *(f"app/{name}.py" for name in "ui ui_serving answers api api_errors callers completions guard images messages".split()),
+    *(
+        f"app/{name}.py"
+        for name in "ui ui_serving answers api api_errors callers completions guard images messages responses".split()
+    ),
     *(f"app/{name}.py" for name in "known_hosts request_memory schemas serving".split()),
     "eval/lmms_model.py",
     "eval/studies/soak_clients.py",

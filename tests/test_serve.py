@@ -552,8 +552,8 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(server, c
     assert not server.engine.calls and not len(server.app.state.callers)
 
 
-@pytest.mark.parametrize("prompt", ["", [1, 2, 3], ["a", "b"], None])
-def test_prompts_that_are_not_one_text_are_refused(server, prompt):
+@pytest.mark.parametrize("prompt", ["", [], [1, "a"], ["a", ""], [1.5], 7, None])
+def test_prompts_that_are_neither_text_nor_ids_are_refused(server, prompt):
     response = server.post({"prompt": prompt}, "/v1/completions")
     assert response.status_code == 400 and response.json()["error"]["param"].startswith("prompt")
 

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +131,10 @@ def test_what_is_no_call_is_told_as_it_is():
     assert read(parser, ["So: <tool_call>\n{not json}\n</tool_call> and", " on "])[1] == (
         "So: <tool_call>\n{not json}\n</tool_call>and on "
     )
+    for header, said in product(("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"), ("Hi", "\n\nHi")):
+        for pieces in ([said], list(said)):
+            assert read(MessageParser(spoken("<tool_call>"), header, BOTH), pieces)[1].lstrip() == "Hi"
+            assert header.endswith("\n\n") or read(MessageParser(spoken("<tool_call>"), header, BOTH), pieces)[1] == said
     parser = MessageParser(spoken("<tool_call>"), "<think>\n", BOTH)
     assert read(parser, ["first ", "this</thi", "nk>\n\n", " that"]) == ("first this", "that", [])
     parser = MessageParser(spoken("<tool_call>"), "", ())  # a message that goes on

@@ -281,25 +281,24 @@ class Engine:
             raise InputError(
                 f"reasoning_tokens={options.reasoning_tokens}: where this model's reasoning ends is not known. Fix: leave it out"
             )
-        return self._ask(self._prompt(messages, options, tools, template), options, pruning, settings, mask)
+        return self._ask(self.prompt_of(messages, options, tools, template), options, pruning, settings, mask)
 
-    def prompt_tokens(
+    def prompt_of(
         self,
         messages: Messages,
         options: RequestOptions | None = None,
         tools: Tools | None = None,
         template: Mapping[str, Any] = MappingProxyType({}),
-    ) -> int:
-        """Tokens of the prompt that `chat` would read, visual ones included. Raises what `chat` raises."""
-        return self._prompt(messages, options or RequestOptions(), tools, template).tokens
-
-    def _prompt(self, messages: Messages, options: RequestOptions, tools: Tools | None, template: Mapping[str, Any]) -> Prompt:
+    ) -> Prompt:
+        """The prompt that `chat` would read. Raises what `chat` raises."""
+        options = options or RequestOptions()
         template = {**self.prompts.of_reasoning(options.reasoning), **template}
         return self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context, tools, template)
 
     @by_name(OPTIONS.keys() - OF_CHAT)
-    def complete(self, text: str, options: RequestOptions | None = None, **given: Any) -> Reply:
-        """Go on from `text` as it is, without a chat template; otherwise like `chat`, without images, tools and reasoning."""
+    def complete(self, text: str | Sequence[int], options: RequestOptions | None = None, **given: Any) -> Reply:
+        """Go on from `text` as it is, or from ids of tokens, without a chat template; otherwise like `chat`, without images,
+        tools and reasoning."""
         options = dataclasses.replace(options or RequestOptions(), **given)
         for name in OF_CHAT:
             if (value := getattr(options, name)) is not None:

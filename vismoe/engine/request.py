@@ -599,10 +599,11 @@ class Request:
             clock.first_token_s = clock.last_token_s = time.perf_counter()
             clock.began_s = clock.began_s or clock.first_token_s
         counters = happened if self._counters is None else self._counters + happened
+        tokenizer, thought = shared.prompts.tokenizer, self.reply.reasoning
         return Figures(
             answer=self.reply.text,
             stopped_by=self._text.stopped,
-            reasoning=self.reply.reasoning,
+            reasoning=thought,
             tool_calls=tuple(self.reply.tool_calls),
             finish="stop" if self._text.stopped else self._finish or "cancelled",
             plan=shared.plan,
@@ -628,6 +629,7 @@ class Request:
             kept=self._kept,
             pictures=prompt.pictures,
             answer_tokens=clock.tokens,
+            reasoning_tokens=len(tokenizer.encode(thought, add_special_tokens=False)) if thought else 0,
             reused_tokens=self._reused_tokens,
             encoded_images=self._encoded_images,
             queue_seconds=clock.began_s - clock.asked_s,

@@ -75,6 +75,7 @@ class Figures:
     kept: tuple[KeptImage, ...] = ()  # what was kept of each image; empty where nothing was dropped
     pictures: tuple[Image.Image, ...] = ()  # the images of the conversation, upright
     answer_tokens: int = 0  # generated, the one that ends the answer included
+    reasoning_tokens: int = 0  # that the text of its reasoning has; marks around it are none
     reused_tokens: int = 0  # of the prompt, whose keys and values were there from an earlier request
     encoded_images: int = 0  # that went through the vision tower; others came with the reused tokens or were kept encoded
     queue_seconds: float = 0.0  # from the request's arrival to its beginning
@@ -127,7 +128,12 @@ class Figures:
                 "pruning": self._pruning_to_json(),
                 "seconds": self.prefill_seconds,
             },
-            "decode": {"tokens": self.decode_tokens, "answer_tokens": self.answer_tokens, "seconds": self.decode_seconds},
+            "decode": {
+                "tokens": self.decode_tokens,
+                "answer_tokens": self.answer_tokens,
+                "reasoning_tokens": self.reasoning_tokens,
+                "seconds": self.decode_seconds,
+            },
             "grammar": {"seconds": self.grammar_seconds} if self.grammar_seconds is not None else None,
             "cache": {"capacity": self.capacity, **rates, **cache},
             "formats": self.formats,

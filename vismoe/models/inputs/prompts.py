@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 from jinja2 import Environment, TemplateError, TemplateSyntaxError
 from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.meta import find_undeclared_variables
@@ -303,14 +304,23 @@ class PromptBuilder:
             ) from error
         return text, text.removeprefix(before_it)
 
-    def build_text(self, text: str) -> Prompt:
-        """Inputs that continue `text` as it is, without a chat template. Raises InputError."""
+    def build_text(self, text: str | Sequence[int]) -> Prompt:
+        """Inputs that continue `text` as it is, or ids of tokens, without a chat template. Raises InputError."""
+        if isinstance(text, Sequence) and (ids := [token for token in text if type(token) is int]) and len(ids) == len(text):
+            return self._prompt(self._of_ids(ids), (), {}, "")
         if not isinstance(text, str):
-            raise InputError(f"a prompt is a text, not {shown(text)}. Fix: engine.complete('Once upon a time')")
+            raise InputError(f"a prompt is a text or ids of tokens, not {shown(text)}. Fix: engine.complete('Once upon a time')")
         inputs = self.tokenizer(self._without_placeholders(text), return_tensors="pt")
         if not inputs["input_ids"].shape[1]:
             raise InputError("there is nothing to continue: the prompt is empty. Fix: engine.complete('Once upon a time')")
         return self._prompt(inputs, (), {}, text)
+
+    def _of_ids(self, ids: list[int]) -> BatchFeature:
+        last, stand_ins = len(self.tokenizer) - 1, set(self.stand_ins)
+        for wrong in (token for token in ids if not 0 <= token <= last or token in stand_ins):
+            why = "stands for images" if wrong in stand_ins else f"is none of 0 to {last}"
+            raise InputError(f"the prompt has the token {shown(wrong)}, which {why}. Fix: ids of the model's own tokenizer")
+        return BatchFeature({"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)})
 
     def _prompt(self, inputs: BatchFeature, images: tuple[Image.Image, ...], options: dict[str, Any], text: str) -> Prompt:
         ids = inputs["input_ids"][0]

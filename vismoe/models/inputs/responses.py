@@ -258,12 +258,14 @@ class MessageParser:
         self._marks = {name: (one.open_re, one.close_re) for name, one in marked.items()}
         self._by_tags = fields.get("tool_calls", {}).get("content") == "xml-inline"
         self._schemas = {tool["function"]["name"]: parameters_of(tool) for tool in tools}
-        self._left = ""  # what was fed and no event has told of
+        self._left = template.truncate_past_last_anchor(prompt_end) or ""  # what was fed and no event has told of
+        self._unsaid = ""  # of that, what is the prompt's
         self._written = self._held = ""  # a call that has begun; spaces that may be the last ones of a part
         self._field, self._begun, self._broken = "content", True, False
-        for event in self._parser.initial_events:
-            self._field = event["field"] if event["type"] != "region_close" else "content"
-        self._begun = self._field == "content"
+        for _ in self._pieces(self._parser.initial_events):
+            pass
+        self._written = self._held = ""
+        self._unsaid, self._begun = self._left, self._field == "content"
 
     @property
     def thinking(self) -> bool:
@@ -293,6 +295,7 @@ class MessageParser:
             yield rest
 
     def _rest(self) -> str:
+        self._left = self._left.removeprefix(self._unsaid)
         rest, self._written, self._held, self._left = self._held + self._written + self._left, "", "", ""
         return rest
 
@@ -300,12 +303,17 @@ class MessageParser:
         """Spaces around the parts are left out."""
         for event in events:
             kind, name = event["type"], event["field"]
+            unsaid, self._unsaid = self._unsaid, ""
             if kind == "region_chunk":
                 self._left = self._left[max(0, self._left.find(event["text"])) + len(event["text"]) :]
+                text = event["text"]
+                if unsaid.startswith(text):
+                    text, self._unsaid = "", unsaid[len(text) :]
+                text = text.removeprefix(unsaid)
                 if name == "tool_calls":
-                    self._written += event["text"]
+                    self._written += text
                 else:
-                    yield from self._words(event["text"])
+                    yield from self._words(text)
             elif kind == "region_open":
                 opener = self._behind(self._marks.get(name, (None, None))[0])
                 self._written = opener or "" if name == "tool_calls" else ""

@@ -138,6 +138,30 @@ TURNS = [
 ]  # fmt: skip
 
 
+def item(**given) -> list:
+    return [given]
+
+
+ITEMS = [
+    None, 1, {}, [], [1], [None], [[]], [{}], "word " * 400_000, "a <|image_pad|> b", [turn("tool")], [turn("robot")],
+    [turn(1)],
+    *([turn(content=content)] for content in (None, 1, {}, [], [1], [None], [[]], [{}], True)),
+    block(type="text", text="a"), block(type="input_text"), block(type="input_text", text=1),
+    block(type="input_file", file_id="x"),
+    block(type="input_image"), block(type="input_image", file_id="x"), block(type="input_image", image_url=1),
+    block(type="input_image", image_url={"url": "ok.png"}), block(type="input_image", image_url="ok.png", detail="best"),
+    block(type="input_audio", input_audio={}), block(type="input_text", text="a", more=1),
+    [turn("assistant", [{"type": "input_image", "image_url": "ok.png"}]), turn()],
+    item(type="x"), item(type="item_reference", id="x"), item(type="message"), item(type="message", role="user"),
+    item(type="function_call"), item(type="function_call", call_id="x", name="f", arguments={}),
+    item(type="function_call", call_id="x", name="f", arguments="{"), item(type="function_call_output", call_id="x"),
+    item(type="function_call_output", output="x"), item(type="function_call_output", call_id="x", output=1),
+    item(type="function_call_output", call_id=1, output="x"), item(type="reasoning", summary=1),
+    item(type="reasoning", content=[1]),
+    item(type="web_search_call", id="x"), item(type="computer_call", id="x"),
+]  # fmt: skip
+
+
 def tool(**given) -> list:
     return [{"type": "function", "function": {"name": "f", **given}}]
 
@@ -149,7 +173,10 @@ TOOLS = [
     tool(parameters={"properties": {"a": {"enum": DEEP}}}), tool(parameters={"properties": {"a": {"const": "x" * 300_000}}}),
     tool(description="word " * 400_000), tool(description="<|image_pad|>"), tool() * 2, tool() * 2000, tool(),
 ]  # fmt: skip
-PROMPTS = [None, "", [], [""], ["a", "b"], [1, 2, 3], [[1, 2]], 1, {}, True, "word " * 5000, "a <|image_pad|> b"]
+PROMPTS = [
+    None, "", [], [""], ["a", ""], ["a"] * 9, ["a"] * 1000, [1, "a"], [[]], [[1], []], [1.5], [True], [-1], [HUGE], [[10**7]],
+    [[[1]]], [None], 1, {}, True, "word " * 5000, [5] * 5000, "a <|image_pad|> b", ["a", "a <|image_pad|> b"], ["word " * 5000],
+]  # fmt: skip
 
 
 # -- images

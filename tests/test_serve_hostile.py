@@ -14,6 +14,7 @@ import socket
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from copy import copy
 
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from hostile_requests import (  # noqa: E402
     FIELDS,
     HEAD,
     HEADERS,
+    ITEMS,
     MESSAGES,
     PAGES,
     PATHS,
@@ -49,11 +51,14 @@ from served import Served, served, wait_until  # noqa: E402
 import vismoe  # noqa: E402
 from vismoe.app import images as intake  # noqa: E402
 from vismoe.app.messages import MessagesRequest  # noqa: E402
+from vismoe.app.responses import ResponsesRequest  # noqa: E402
 from vismoe.app.schemas import ChatRequest, CompletionRequest  # noqa: E402
 from vismoe.models.inputs.remote_images import RemoteImages  # noqa: E402
 
 CHAT, TEXT, OTHER = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 COUNT = f"{OTHER}/count_tokens"
+RESPONSES, TOKENIZE = "/v1/responses", "/tokenize"
+COUNT_RESPONSES = f"{RESPONSES}/input_tokens"
 PEAK_BYTES = 300 * 2**20  # what all of it together may add to the process for a moment: bodies, pictures, a prefill
 HELD_BYTES = 100 * 2**20  # and what it may leave behind: caches that fill, arenas of the allocator
 LIMITS = {
@@ -177,7 +182,7 @@ def asked_otherwise(path: str, **changes) -> dict:
 
 
 # -- by hand
-@pytest.mark.parametrize("path", [CHAT, OTHER, COUNT])
+@pytest.mark.parametrize("path", [CHAT, OTHER, COUNT, RESPONSES, TOKENIZE])
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_no_request_is_refused(server, name, path):
     must_be_refused(server.post(BROKEN[name], path))
@@ -212,17 +217,30 @@ def test_turns_of_the_other_api_that_are_none_are_refused(server, number):
         must_be_refused(server.post(asked_otherwise(path, messages=TURNS[number]), path), str(TURNS[number])[:300])
 
 
+@pytest.mark.parametrize("number", range(len(ITEMS)))
+def test_items_that_are_none_are_refused(server, number):
+    for path in (RESPONSES, COUNT_RESPONSES):
+        must_be_refused(server.post({"input": ITEMS[number]}, path), str(ITEMS[number])[:300])
+
+
 @pytest.mark.parametrize("number", range(len(TOOLS)))
 def test_tools_that_are_none_are_refused_through_every_door(server, number):
     """The demo model knows none: what passes every check is refused at the end."""
     tools = TOOLS[number]
     must_be_refused(server.post(request(tools=tools)), str(tools)[:300])
     must_be_refused(server.post(asked_otherwise(OTHER, tools=tools), OTHER), str(tools)[:300])
+    listed = list(map(copy, tools)) if isinstance(tools, list) else []
+    flat = [{**tool, **tool.pop("function")} if _names(tool) else tool for tool in listed] or tools
+    must_be_refused(server.post({"input": "hello", "tools": flat}, RESPONSES), str(flat)[:300])
     plain = [tool.get("function") if isinstance(tool, dict) else tool for tool in tools] if isinstance(tools, list) else tools
     own = [
         {"name": tool.get("name"), "input_schema": tool.get("parameters")} if isinstance(tool, dict) else tool for tool in plain
     ] if isinstance(plain, list) else plain  # fmt: skip
     must_be_refused(server.post(asked_otherwise(OTHER, tools=own), OTHER), str(own)[:300])
+
+
+def _names(tool: object) -> bool:
+    return isinstance(tool, dict) and isinstance(tool.get("function"), dict)
 
 
 NOWHERE = [*URIS.values(), *PATHS, *REMOTE]
@@ -234,6 +252,8 @@ def test_images_from_nowhere_are_refused(server, number):
     turns = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": NOWHERE[number]}}]}]
     for path in (OTHER, COUNT):
         must_be_refused(server.post(json.dumps(asked_otherwise(path, messages=turns)).encode(), path), NOWHERE[number][:200])
+    items = [{"role": "user", "content": [{"type": "input_image", "image_url": NOWHERE[number]}]}]
+    must_be_refused(server.post(json.dumps({"input": items}).encode(), RESPONSES), NOWHERE[number][:200])
 
 
 @pytest.mark.parametrize(
@@ -283,17 +303,21 @@ KINDS = {
     "array": st.lists(st.integers(), max_size=2),
     "object": st.dictionaries(st.text(max_size=3), st.integers(), min_size=1, max_size=2),
 }
-ALSO_TAKEN = {"stop": "string", "prompt": "array", "system": "string"}  # one without its list, or a list of one
+ALSO_TAKEN = {"stop": "string", "prompt": "string", "system": "string", "input": "string"}  # one without its list
+OF_OURS = {"max_output_tokens": "max_tokens"}
 
 
 def broken_requests(kind: type, valid: dict) -> st.SearchStrategy[dict]:
     """A valid request with one field of a type that it cannot have, or one more field that there is not."""
-    schema = kind.model_json_schema()
+    schema, ours = kind.model_json_schema(), ChatRequest.model_json_schema()
+    definitions = {**ours["$defs"], **schema["$defs"]}
     unknown = st.text(min_size=1, max_size=20).filter(lambda name: name not in schema["properties"])
     broken = [st.tuples(unknown, st.integers()).map(lambda field: {**valid, field[0]: field[1]})]
     for name, described in schema["properties"].items():
+        if not {"type", "anyOf", "$ref"} & described.keys():  # checked as ours
+            described = ours["properties"][OF_OURS.get(name, name)]
         options = (
-            schema["$defs"][option["$ref"][8:]] if "$ref" in option else option for option in described.get("anyOf", [described])
+            definitions[option["$ref"][8:]] if "$ref" in option else option for option in described.get("anyOf", [described])
         )
         taken = {option["type"] for option in options} | {ALSO_TAKEN.get(name)}
         taken |= {"integer"} if "number" in taken else set()
@@ -324,6 +348,12 @@ def test_a_completion_request_with_any_field_of_another_type_is_refused(server, 
 
 
 @MANY
+@given(body=broken_requests(ResponsesRequest, {"input": "hello", "max_output_tokens": 1}))
+def test_a_request_for_a_response_with_any_field_of_another_type_is_refused(server, body):
+    must_be_refused(server.post(json.dumps(body).encode(), RESPONSES), body)
+
+
+@MANY
 @given(body=broken_requests(MessagesRequest, asked_otherwise(OTHER)))
 def test_a_request_of_the_other_api_with_any_field_of_another_type_is_refused(server, body):
     must_be_refused(server.post(json.dumps(body).encode(), OTHER), body)
@@ -343,6 +373,24 @@ def test_turns_of_any_shape_are_answered_or_refused(server, turns):
         answer = server.post(json.dumps(asked_otherwise(path, messages=messages)).encode(), path)
         if answer.status_code != 200:
             must_be_refused(answer, messages)
+
+
+PARTS_OF_ITEMS = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(
+            "message function_call function_call_output reasoning input_text output_text input_image x".split()
+        )
+    },
+    optional=dict.fromkeys("role content text image_url call_id name arguments output summary id status".split(), JSON_VALUES),
+)
+
+
+@MANY
+@given(items=JSON_VALUES | st.lists(PARTS_OF_ITEMS | JSON_VALUES, max_size=3))
+def test_items_of_any_shape_are_answered_or_refused(server, items):
+    answer = server.post(json.dumps({"input": items, "max_output_tokens": 1}).encode(), RESPONSES)
+    if answer.status_code != 200:
+        must_be_refused(answer, items)
 
 
 @MANY

@@ -185,7 +185,9 @@ class Completions:
         self, request: ChatRequest, share: MemoryShare, image_tokens: tuple[int, int] | None
     ) -> list[dict[str, Any]]:
         """The conversation in the engine's form, with opened images."""
-        messages, sizes = request.conversation, request.sizes
+        messages, of_detail = request.conversation, self._engine.prompts.of_detail
+        details = [part.image_url.detail if part.image_url else None for part in request.pictures]
+        sizes = [size or (of_detail(detail) if detail else {}) for size, detail in zip(request.sizes, details)]
         texts = [part.text for message in messages for part in message.content or () if part.text]
         texts += [json.dumps(message.further) for message in messages if message.further]
         texts += [
@@ -209,7 +211,7 @@ class Completions:
         ]
 
     async def _pictures(
-        self, urls: list[str], sizes: list[dict[str, int]], share: MemoryShare, image_tokens: tuple[int, int] | None, of_text: int
+        self, urls: list[str], sizes: list[dict[str, Any]], share: MemoryShare, image_tokens: tuple[int, int] | None, of_text: int
     ) -> list[Image.Image]:
         context, tokens, asked = self._engine.plan.context, 0, iter(sizes)
 

@@ -19,7 +19,7 @@ from vismoe.app.answers import AnswerForm, ChatAnswer, TextAnswer
 from vismoe.app.api_errors import ApiError
 from vismoe.config import DraftName, Kept, PolicyName, Retention, Selection, Tokens, parse_formats
 from vismoe.errors import ConfigError, InputError
-from vismoe.models.inputs.qwen_images import SIZE_KEYS, asked_size
+from vismoe.models.inputs.qwen_images import SIZE_KEYS, TOKENS_KEY, asked_size
 from vismoe.models.inputs.tools import Tools
 from vismoe.options import (
     COLDEST,
@@ -65,17 +65,19 @@ class Nulls(Strict):
 
 
 class ImageSize(Strict):
-    """How large an image is to be, for Qwen's models: `min_pixels` and `max_pixels`, or `resized_height` and `resized_width`."""
+    """How large an image is to be, for Qwen's models: `image_tokens` (the least and most), or `min_pixels` and `max_pixels`, or
+    `resized_height` and `resized_width`."""
 
+    image_tokens: list[int] | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
     resized_height: int | None = None
     resized_width: int | None = None
 
     @property
-    def size(self) -> dict[str, int]:
+    def size(self) -> dict[str, Any]:
         """What it says."""
-        return {name: value for name in SIZE_KEYS if (value := getattr(self, name)) is not None}
+        return {name: value for name in (TOKENS_KEY, *SIZE_KEYS) if (value := getattr(self, name)) is not None}
 
     @model_validator(mode="after")
     def _is_a_size(self) -> "ImageSize":
@@ -87,7 +89,7 @@ class ImageSize(Strict):
 
 
 class ImageUrl(Strict):
-    """url: a data URI, http(s) where the server allows it, or a path into its image folder. detail: has no effect here."""
+    """url: a data URI, http(s) where the server allows it, or a path into its image folder. detail: for Qwen's models."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
@@ -480,7 +482,7 @@ class ChatRequest(Sampling):
         return [part for message in self.conversation for part in message.content or () if part.source is not None]
 
     @property
-    def sizes(self) -> list[dict[str, int]]:
+    def sizes(self) -> list[dict[str, Any]]:
         """What is said of the size of each image, by its part or in `vismoe`."""
         ours = self.vismoe.images if self.vismoe else None
         return [

@@ -113,7 +113,7 @@ class ScriptedEngine:
 
     def __post_init__(self):
         self.plan = SimpleNamespace(context=4096)
-        self.prompts = SimpleNamespace(look=lambda *asked: lambda *sides: None)
+        self.prompts = SimpleNamespace(look=lambda *asked: lambda *sides: None, of_detail=lambda detail: {})
         self.door.set()
 
     @property

@@ -248,6 +248,11 @@ def test_a_url_of_this_machine_is_refused_by_our_guard(engine):
         ({"image": PICTURE, "max_pixels": 1}, "at least 4,096 .* and at most 1 pixels"),
         ({"image": PICTURE, "min_pixels": 2**40}, "at least .* at most"),
         ({"image": PICTURE, "resized_height": 64}, "belong together"),
+        ({"image": PICTURE, "image_tokens": (4, 8), "max_pixels": 9000}, "image_tokens and max_pixels say"),
+        *[
+            ({"image": PICTURE, "image_tokens": value}, "image_tokens: the least and most visual tokens, not ")
+            for value in (4, [4], [4, 3], [0, 4], [1, 2.0], [True, 2], "ab", {}, [1, 2**60], [1, 10**5000])
+        ],
         *[
             ({"image": PICTURE, name: value}, f"{name}: a whole number of pixels")
             for name in SIZE_KEYS

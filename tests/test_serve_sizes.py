@@ -10,12 +10,14 @@ import pytest
 for needed in ("fastapi", "httpx", "openai", "uvicorn"):
     pytest.importorskip(needed)
 
+from hostile_images import png_of  # noqa: E402
 from PIL import Image  # noqa: E402
 from scripted_engine import ScriptedEngine  # noqa: E402
 from served import served  # noqa: E402
 
 import vismoe  # noqa: E402
 from vismoe.app.options import served_name  # noqa: E402
+from vismoe.models.inputs.qwen_images import QwenImages  # noqa: E402
 
 PICTURE = Image.linear_gradient("L").convert("RGB").resize((200, 120))
 FILE = io.BytesIO()
@@ -25,6 +27,7 @@ TEXT = {"type": "text", "text": "What is in the picture?"}
 IMAGE = {"type": "image_url", "image_url": {"url": URI}}
 QWEN = {"type": "image", "image": URI}
 SMALL = {"min_pixels": 4096, "max_pixels": 128 * 96}
+TOKENS = {"image_tokens": [1, 6]}
 EXACT = {"resized_height": 96, "resized_width": 128}
 
 
@@ -55,6 +58,7 @@ def reached(server) -> list:
         ({"messages": turn(IMAGE)}, [{}]),
         ({"messages": turn(IMAGE | SMALL)}, [SMALL]),
         ({"messages": turn(IMAGE | EXACT, IMAGE)}, [EXACT, {}]),
+        ({"messages": turn(IMAGE | TOKENS, IMAGE), "vismoe": {"images": [None, TOKENS]}}, [TOKENS, TOKENS]),
         ({"messages": turn(IMAGE, IMAGE), "vismoe": {"images": [None, SMALL]}}, [{}, SMALL]),
         ({"messages": turn(IMAGE | SMALL, IMAGE), "vismoe": {"images": [{}, EXACT]}}, [SMALL, EXACT]),
         ({"vismoe": {"messages": turn(QWEN | SMALL, QWEN)}}, [SMALL, {}]),
@@ -78,6 +82,9 @@ def test_sizes_reach_the_engine_with_their_images(scripted, body, sizes):
         ({"messages": turn(IMAGE | {"resized_height": 9})}, "messages[0].content[0]", "belong together"),
         ({"messages": turn(IMAGE | {"max_pixels": "9"})}, "messages[0].content[0].max_pixels", ""),
         ({"messages": turn(IMAGE | {"max_pixels": 0})}, "messages[0].content[0]", "whole number of pixels"),
+        ({"messages": turn(IMAGE | {"image_tokens": [9, 8]})}, "messages[0].content[0]", "least and most"),
+        ({"messages": turn(IMAGE | {"image_tokens": [9]})}, "messages[0].content[0]", "least and most"),
+        ({"messages": turn(IMAGE | TOKENS | EXACT)}, "messages[0].content[0]", "leave one out"),
         ({"messages": turn(IMAGE | {"nframes": 4})}, "messages[0].content[0].nframes", ""),
         ({"messages": turn(TEXT | SMALL)}, "messages[0].content[0]", "no other"),
         ({"messages": turn(IMAGE), "vismoe": {"images": [SMALL, SMALL]}}, "vismoe.images", "2 sizes for 1 images"),
@@ -112,6 +119,23 @@ def test_the_answer_is_the_engines_own_and_too_many_tokens_are_a_client_error():
             reply = engine.chat(turn(QWEN | SMALL), max_tokens=4)
             assert answer.choices[0].message.content == "".join(reply)
             assert answer.vismoe["visual_tokens"] == reply.figures.visual_tokens == 8
+        least, most = QwenImages.of(engine.processor).limits
+        large = "data:image;base64," + base64.b64encode(png_of(1200, 900, bytes(1201 * 900))).decode()
+        for size, detail, meant in (
+            ({}, "low", {"min_pixels": least, "max_pixels": 512 * 512}),
+            ({}, "high", {"min_pixels": least, "max_pixels": most}),
+            ({}, "auto", {}),
+            (SMALL, "high", SMALL),
+            (TOKENS, None, TOKENS),
+        ):
+            asked = {"vismoe": {"image_tokens": [4, 20]}, "max_tokens": 1}
+            part = {"type": "image_url", "image_url": {"url": large, "detail": detail}, **size}
+            whole = server.post({"messages": turn(part), **asked}).json()
+            reply = engine.chat(turn({"type": "image", "image": large} | meant), max_tokens=1, image_tokens=(4, 20))
+            list(reply)
+            tokens = whole["usage"]["prompt_tokens_details"]["image_tokens"]
+            assert tokens == reply.figures.visual_tokens, detail
+            assert (tokens > 20) == (detail in ("low", "high") and not size) and (size is not TOKENS or tokens <= 6)
         huge = {"min_pixels": 4096 * 1024, "max_pixels": 16384 * 1024}
         response = server.post({"messages": turn(IMAGE | huge)})
         assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"

@@ -144,7 +144,12 @@ class PromptBuilder:
                 yield module
                 return
 
-    def look(self, image_tokens: tuple[int, int] | None, size: Mapping[str, int]) -> Look:
+    def of_detail(self, detail: str) -> dict[str, int]:
+        """The size options of an image with OpenAI's `detail`; none where the family decides sizes itself."""
+        qwen = QwenImages.of(self.processor)
+        return qwen.of_detail(detail) if qwen is not None else {}
+
+    def look(self, image_tokens: tuple[int, int] | None, size: Mapping[str, Any]) -> Look:
         """How the model sees a picture, from its sides; `size`: the size options of its message part. Raises InputError."""
         _refuse_range(image_tokens)
         qwen = QwenImages.of(self.processor)

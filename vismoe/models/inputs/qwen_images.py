@@ -11,7 +11,7 @@ reads no file and requests no URL. Sizes are pixels, (height, width) in this ord
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -25,8 +25,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.inputs.image_sizes import Sight
 from vismoe.models.inputs.images import MAX_PIXELS
+from vismoe.ranges import shown
 
 SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+TOKENS_KEY = "image_tokens"  # the least and most visual tokens of one image
+LOW_DETAIL_PIXELS = 512 * 512  # what OpenAI's API makes of an image with `detail` low
 VIDEO_KEYS = frozenset("nframes fps min_frames max_frames total_pixels video_start video_end sample_fps raw_fps".split())
 MOST = 2**53  # the largest size: a float holds every whole number up to this
 # The processors of families, and whether the call that Qwen documents lets them resize once more, to the checkpoint's limits.
@@ -44,7 +47,7 @@ class Picture:
     """An image of a conversation; `size`: the size options of its message part, as `asked_size` reads them."""
 
     image: Image.Image
-    size: Mapping[str, int] = field(default_factory=dict)
+    size: Mapping[str, Any] = field(default_factory=dict)
 
 
 def image_source(part: Mapping[str, Any]) -> Any:
@@ -56,15 +59,16 @@ def image_source(part: Mapping[str, Any]) -> Any:
     return part.get("image") if kind == "image" else None
 
 
-def asked_size(part: Mapping[str, Any]) -> dict[str, int]:
+def asked_size(part: Mapping[str, Any]) -> dict[str, Any]:
     """The size options of an image's message part. Raises InputError for invalid ones."""
     given = {name: value for name, value in part.items() if value is not None}
     if film := sorted(given.keys() & VIDEO_KEYS):
         raise InputError(f"{', '.join(film)}: options of a video, but only images are supported. Fix: leave it out")
-    if unknown := sorted(map(str, given.keys() - {"type", "image", "image_url", *SIZE_KEYS})):
-        raise InputError(
-            f"an image has no option {', '.join(unknown)[:200]}. Fix: leave it out; sizes are {', '.join(SIZE_KEYS)}"
-        )
+    if unknown := sorted(map(str, given.keys() - {"type", "image", "image_url", TOKENS_KEY, *SIZE_KEYS})):
+        words = ", ".join((TOKENS_KEY, *SIZE_KEYS))
+        raise InputError(f"an image has no option {', '.join(unknown)[:200]}. Fix: leave it out; sizes are {words}")
+    if TOKENS_KEY in given:
+        return {TOKENS_KEY: _tokens(given[TOKENS_KEY], given.keys() & SIZE_KEYS)}
     size = {name: _pixels(name, given[name]) for name in SIZE_KEYS if name in given}
     if ("resized_height" in size) != ("resized_width" in size):
         raise InputError("resized_height and resized_width belong together. Fix: give both, or only max_pixels")
@@ -74,12 +78,21 @@ def asked_size(part: Mapping[str, Any]) -> dict[str, int]:
     return size
 
 
+def _tokens(value: Any, beside: Collection[str]) -> tuple[int, int]:
+    if beside:
+        raise InputError(f"{TOKENS_KEY} and {', '.join(sorted(beside))} say the size of one image. Fix: leave one out")
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    if len(numbers) != 2 or not all(type(number) is int for number in numbers) or not 1 <= numbers[0] <= numbers[1] <= MOST:
+        raise InputError(f"{TOKENS_KEY}: the least and most visual tokens, not {shown(value)}. Fix: e.g. [64, 1024]")
+    return numbers[0], numbers[1]
+
+
 def _pixels(name: str, value: Any) -> int:
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if is_number and 1 <= value <= MOST and value == int(value):
         return int(value)
-    shown = f"{value:g}" if is_number and abs(value) <= MOST else type(value).__name__
-    raise InputError(f"{name}: a whole number of pixels from 1 to {MOST:,}, not {shown}")
+    given = f"{value:g}" if is_number and abs(value) <= MOST else type(value).__name__
+    raise InputError(f"{name}: a whole number of pixels from 1 to {MOST:,}, not {given}")
 
 
 @dataclass(frozen=True)
@@ -100,11 +113,20 @@ class QwenImages:
         limits = images.size["shortest_edge"], images.size["longest_edge"]
         return cls(images.patch_size * images.merge_size, limits, again)
 
-    def asked(self, size: Mapping[str, int], image_tokens: tuple[int, int] | None) -> dict[str, int]:
+    def asked(self, size: Mapping[str, Any], image_tokens: tuple[int, int] | None) -> dict[str, int]:
         """The size options of an image with message part options `size`, in the package's names; image_tokens: the request's
         limits."""
-        least, most = [tokens * self.side**2 for tokens in image_tokens] if image_tokens else self.limits
-        return dict(size) or {"min_pixels": least, "max_pixels": most}
+        if size and TOKENS_KEY not in size:
+            return dict(size)
+        tokens = size.get(TOKENS_KEY, image_tokens)
+        least, most = [number * self.side**2 for number in tokens] if tokens else self.limits
+        return {"min_pixels": least, "max_pixels": most}
+
+    def of_detail(self, detail: str) -> dict[str, int]:
+        """The size options of an image with OpenAI's `detail`. auto: what else decides."""
+        least, most = self.limits
+        of = {"low": LOW_DETAIL_PIXELS, "high": most}.get(detail)
+        return {} if of is None else {"min_pixels": min(least, of), "max_pixels": min(most, of)}
 
     def fitted(self, width: int, height: int, asked: Mapping[str, int]) -> tuple[int, int]:
         """(height, width) to which an image is resized. Raises InputError if no size is possible."""

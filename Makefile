@@ -8,6 +8,7 @@ BASE := $(VENV)/.vismoe-base
 DEV := $(VENV)/.vismoe-dev
 TYPES := $(VENV)/types
 TRITON := $(VENV)/triton
+CLIENTS := $(VENV)/clients
 FOLDERS := app eval predictor_training
 RECIPE := $(wildcard assets/*.py) assets/demo_recipe
 NATIVE := CMakeLists.txt $(wildcard vismoe/kernels/csrc/*)
@@ -42,7 +43,7 @@ PYTEST_WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores <
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest gpu models check lint types format clean
+.PHONY: help demo test test-oldest clients gpu models check lint types format clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -57,11 +58,20 @@ test: $(DEV) $(TRITON)/.done ## the test suite
 test-oldest: $(OLDEST)/.done ## the test suite with the oldest transformers supported
 	@PYTHONPATH=$(OLDEST) $(PYTEST) $(APART:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
 
+clients: $(DEV) $(CLIENTS)/.done ## the server with clients as people install them: an agent, an agent library, a chat
+	@$(PYTEST) tests/test_clients.py $(PYTEST_ARGS)
+
 gpu: $(DEV) $(TRITON)/.done ## check and measure the GPU in nine minutes; without one, what needs none
 	@$(BIN)/vismoe gpu-check $(GPU_CHECK_ARGS)
 
 models: $(OLDEST)/.done ## write docs/models.md
 	@$(BIN)/python tests/models_page.py "$$(PYTHONPATH=$(OLDEST) $(BIN)/python tests/models_page.py --names)"
+
+$(CLIENTS)/.done: | $(BIN)/python
+	@echo "Installing clients into $(CLIENTS), which takes a minute."
+	@$(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents llm mini-swe-agent
+	@touch $@
 
 check: lint types ## style, imports and types, no tests
 

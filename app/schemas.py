@@ -119,14 +119,20 @@ def as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-class CalledFunction(Strict):
+class Returned(Strict):
+    """What a client got and sends back. provider_specific_fields: LiteLLM's copy of it; taken, and not used."""
+
+    provider_specific_fields: dict[str, Any] | None = Field(None, exclude=True)
+
+
+class CalledFunction(Returned):
     """arguments: a JSON object as text."""
 
     name: str
     arguments: str
 
 
-class MessageCall(Strict):
+class MessageCall(Returned):
     """A call of an assistant's turn, as the client got it."""
 
     id: str | None = None
@@ -158,7 +164,7 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-class Message(Strict):
+class Message(Returned):
     """One turn. Assistant turns may be empty, as clients send them back. name: given to the template, where it uses it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

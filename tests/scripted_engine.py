@@ -30,6 +30,7 @@ def figures(answer: str, finish: str, precision: SimpleNamespace | None) -> Simp
         answer_tokens=5,
         reused_tokens=7,
         reasoning_tokens=2,
+        stopped_by=None,
         images=1,
         encoded_images=0,
         visual_tokens=8,
@@ -87,7 +88,8 @@ class ScriptedReply:
             if precision and self._retention:
                 precision = SimpleNamespace(**vars(precision) | {"retention": self._retention})
             finish = "cancelled" if self.cancelled.is_set() else self._engine.finish
-            self.figures = figures("".join(self._said), finish, precision)
+            said = "".join(piece for piece in self._said if isinstance(piece, str))
+            self.figures = figures(said, finish, precision)
         except Exception as error:
             self.error = error
         self._engine.ended(self)
@@ -120,7 +122,7 @@ class ScriptedEngine:
     def load(self) -> SimpleNamespace:
         return SimpleNamespace(running=len(self.running), waiting=self.waiting, cancelled=self.cancelled)
 
-    def chat(self, messages, options=RequestOptions(), **given) -> ScriptedReply:
+    def chat(self, messages, options=RequestOptions(), tools=None, template=None, **given) -> ScriptedReply:
         options = vars(replace(options, **given))
         if self.closed:
             raise ClosedError("the engine is closed")

@@ -552,6 +552,16 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(server, c
     assert not server.engine.calls and not len(server.app.state.callers)
 
 
+def test_what_a_client_library_adds_to_the_turns_it_sends_back_is_taken(server):
+    added = {"provider_specific_fields": {"refusal": None}}
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}", **added}, **added}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call], "annotations": [], "refusal": None, **added}
+    response = server.post({"messages": [*HELLO, turn, {"role": "tool", "tool_call_id": "x", "content": "1"}]})
+    assert response.status_code == 200, response.text
+    messages, _ = server.engine.calls.pop()
+    assert messages[1]["tool_calls"] == [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+
+
 @pytest.mark.parametrize("prompt", ["", [], [1, "a"], ["a", ""], [1.5], 7, None])
 def test_prompts_that_are_neither_text_nor_ids_are_refused(server, prompt):
     response = server.post({"prompt": prompt}, "/v1/completions")

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import queue
 import random
 import threading
 
@@ -16,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 import vismoe
 from vismoe.engine import shared_pass
-from vismoe.engine.generate import TokenLoop
+from vismoe.engine.generate import Reply, TokenLoop
 from vismoe.engine.request import Request
 from vismoe.engine.scheduler import Scheduler
 from vismoe.engine.shared_pass import SharedPasses
@@ -318,6 +319,22 @@ def test_pieces_of_a_prompt_are_cut_at_multiples_and_never_inside_an_image(data)
     assert all(end - begin <= chunk or {begin, end} & edges for begin, end in itertools.pairwise(cuts))
 
 
+def cancelled_within(engine, piece: int) -> Reply:
+    """A reply to LONG, cancelled in the middle of this pass."""
+    passes, asked = itertools.count(), queue.SimpleQueue()
+
+    def cancel(*_) -> None:
+        if next(passes) == piece:
+            asked.get().cancel()
+
+    hook = engine.model.model.language_model.layers[3].register_forward_pre_hook(cancel)
+    reply = engine.chat(LONG, max_tokens=50, reuse=False)
+    asked.put(reply)
+    list(reply)
+    hook.remove()
+    return reply
+
+
 @pytest.mark.parametrize("keep", [1.0, 0.5])
 def test_a_prompt_in_pieces_has_the_bits_of_the_same_pieces_alone_and_nearly_those_of_the_whole(engine, seen, keep):
     options = dict(max_tokens=4, keep=keep, reuse=False)
@@ -336,9 +353,9 @@ def test_a_prompt_in_pieces_has_the_bits_of_the_same_pieces_alone_and_nearly_tho
         replies.append(other.chat(LONG, **options))
         assert [text, text] == ["".join(reply) for reply in replies if reply is not replies[1]]
         assert equal(seen, 3)
-        reply = other.chat(LONG, max_tokens=50)
-        reply.cancel()
-        list(reply)
+        for piece in (0, 1, 2):
+            reply = cancelled_within(other, piece)
+            assert reply.answer == "" and reply.figures.finish == "cancelled"
         assert said(other, LONG, max_tokens=4, keep=keep)[0] == text, "what a cancelled one has left is whole"
         other.check_integrity()
 

@@ -175,6 +175,8 @@ def _of_metrics(scrapes: Sequence[dict[str, float]], requests: int) -> Iterator[
 
 
 def _of_books(engine: Engine) -> Iterator[str]:
+    if failed := engine.load.failed:
+        yield f"{failed} requests failed in the engine, perhaps those of clients that hung up; the log has the errors"
     try:
         engine.check_integrity()
     except AssertionError as error:
@@ -184,7 +186,7 @@ def _of_books(engine: Engine) -> Iterator[str]:
 def print_table(figures: dict[str, Any]) -> None:
     told, console = figures["told"] or {}, Console()
     table = Table(title=f"{figures['clients']} clients for {figures['minutes']:g} minutes", show_header=False)
-    for name in ("answered", "cancelled", "refused", "sent away", "wrong"):
+    for name in ("answered", "other doors", "cancelled", "refused", "sent away", "wrong"):
         table.add_row(f"requests {name}", f"{told.get(name, 0):,}")
     table.add_row(
         "answers compared with those alone", f"{told.get('compared', 0):,} of {told.get('requests_alone', 0):,} requests"

@@ -5,8 +5,8 @@
 Each client asks, asks again about the same image, streams or waits, hangs up early, and sends invalid requests, as its own random
 numbers decide. The clients also check the server's answers: a good request must get an answer of the right form, a bad one a 4xx
 in OpenAI's form. Half of the first questions that are greedy or have a seed ask for no reuse of earlier keys and values, so that
-their answers may not depend on the others': when all clients are done, the same is asked once more, alone. The last line is one
-JSON object: counts, times and errors.
+their answers may not depend on the others': when all clients are done, the same is asked once more, alone. Some questions go
+through the other doors, whose answers may not differ either. The last line is one JSON object: counts, times and errors.
 """
 
 import asyncio
@@ -34,7 +34,39 @@ CANCELLED = 0.45  # share of the good requests; some of these are answered earli
 BAD = 0.1  # share of all requests
 CHECKED = 0.5  # share of the first questions whose answers are compared with those of being alone, where they are repeatable
 GREETINGS = ("Hello!", "What can you see?", "Thanks.")
+KINDS_OF_REQUESTS = ("answered", "cancelled", "refused", "sent away", "compared", "other doors")
 SHOWN = 10  # most errors in the report
+
+
+def as_response(chat: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(address, body) of the same request to /v1/responses."""
+    names = {"text": "input_text", "image_url": "input_image"}
+    turns = [
+        {**turn, "content": [{**part, "type": names[part["type"]], **part.get("image_url", {})} for part in _parts(turn)]}
+        for turn in chat["messages"]
+    ]
+    for part in (part for turn in turns for part in turn["content"] if "url" in part):
+        part["image_url"] = part.pop("url")
+    taken = {name: chat[name] for name in ("model", "temperature", "top_p", "seed", "stop") if name in chat}
+    return "/responses", {**taken, **chat["extra_body"], "input": turns, "max_output_tokens": chat["max_tokens"]}
+
+
+def as_message(chat: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(address, body) of the same request to /v1/messages, which knows no seed."""
+    turns = [{**turn, "content": [_block(part) for part in _parts(turn)]} for turn in chat["messages"]]
+    taken = {name: chat[name] for name in ("model", "temperature", "top_p", "max_tokens") if name in chat}
+    return "/messages", {**taken, **chat["extra_body"], "messages": turns, "stop_sequences": chat.get("stop")}
+
+
+def _parts(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    content = turn["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _block(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "text":
+        return part
+    return {"type": "image", "source": {"type": "base64", "data": part["image_url"]["url"].partition(",")[2]}}
 
 
 @dataclass(frozen=True)
@@ -62,7 +94,7 @@ class Told:
     def to_json(self) -> dict[str, Any]:
         times = sorted(self.seconds) or [0.0]
         return {
-            **{name: self.counts[name] for name in ("answered", "cancelled", "refused", "sent away", "compared")},
+            **{name: self.counts[name] for name in KINDS_OF_REQUESTS},
             "requests_alone": len(self.repeatable),
             "wrong": len(self.wrong),
             "first_wrong": self.wrong[:SHOWN],
@@ -139,7 +171,7 @@ class Client:
             if checked := not messages[1:] and "top_p" not in sampling and self._rng.random() < CHECKED:
                 own["reuse"] = False
             options = {"messages": list(messages), "model": self._model, **sampling, "extra_body": {"vismoe": own}}
-            ask = self._stream if self._rng.random() < 0.5 else self._wait
+            ask = self._rng.choice((self._stream, self._stream, self._wait, self._elsewhere))
             said = await ask({**options, "max_tokens": self._rng.randint(1, MOST_TOKENS)})
             if said is None:
                 self._told.counts["cancelled"] += 1
@@ -182,6 +214,20 @@ class Client:
         if answer.choices[0].finish_reason not in ("stop", "length") or answer.usage is None:
             self._told.wrong.append(f"an odd answer: {answer}"[:300])
         return WholeAnswer(answer.choices[0].message.content, answer.choices[0].finish_reason)
+
+    async def _elsewhere(self, options: dict[str, Any]) -> WholeAnswer:
+        """A whole answer through another door."""
+        began_s, other = (
+            time.monotonic(),
+            self._rng.choice((as_response, as_message) if "seed" not in options else (as_response,)),
+        )
+        address, body = other(options)
+        answer: Any = await self._api.post(address, body=body, cast_to=object)
+        self._told.seconds.append(time.monotonic() - began_s)
+        self._told.counts["other doors"] += 1
+        blocks = answer["content"] if other is as_message else [part for item in answer["output"] for part in item["content"]]
+        cut = answer["stop_reason"] == "max_tokens" if other is as_message else answer["status"] == "incomplete"
+        return WholeAnswer("".join(block["text"] for block in blocks), "length" if cut else "stop")
 
     async def _stream(self, options: dict[str, Any]) -> WholeAnswer | None:
         began_s = time.monotonic()

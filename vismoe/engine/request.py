@@ -451,7 +451,7 @@ class Request:
                 self._loop, self._cuts, self.prompt = loop, cuts, self.prompt.light()
             read = self._read_piece()
         except Interrupted:
-            self._loop = None  # some layers have keys and values of this piece, and others do not
+            self._loop, self._cuts = None, []  # some layers have keys and values of this piece, and others do not
             raise
         return read is None or self._answer(*read)
 

@@ -98,8 +98,8 @@ class Callers:
     def expect(self, caller: Caller, answers: int) -> None:
         """A request turns out to ask for so many answers. Raises ApiError if too many wait."""
         if answers > self._max_waiting:
-            most = self._max_waiting
-            raise ApiError(400, f"n={answers}, but up to {most} answers may wait (--max-waiting). Fix: n={most}", "n")
+            message = f"{answers} answers (n for each prompt), but up to {self._max_waiting} may wait (--max-waiting)"
+            raise ApiError(400, f"{message}. Fix: ask for fewer at a time", "n")
         if self.waiting + answers - caller.waits > self._max_waiting:
             raise ApiError.too_many(self.waiting - caller.waits)
         caller.waits = answers

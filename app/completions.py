@@ -22,7 +22,16 @@ from starlette.types import Receive, Scope, Send
 from vismoe.app.answers import AnswerChoices, AnswerForm, tokens_of
 from vismoe.app.api_errors import ApiError, api_error_of
 from vismoe.app.callers import Caller, Callers
-from vismoe.app.costs import BASE_BYTES, PictureCost, body_bytes, held_bytes, parsing_bytes, picture_cost, text_bytes
+from vismoe.app.costs import (
+    BASE_BYTES,
+    PictureCost,
+    body_bytes,
+    held_bytes,
+    parsing_bytes,
+    picture_cost,
+    prompts_bytes,
+    text_bytes,
+)
 from vismoe.app.images import ImageIntake
 from vismoe.app.messages import CountRequest, MessagesRequest
 from vismoe.app.options import ServeOptions
@@ -100,9 +109,7 @@ class Completions:
         """The tokens of the prompt of a request."""
         caller = self._callers.enter()
         try:
-            (built, *others), _ = await self._asked(http, caller, kind, building=True)
-            if others:
-                raise ApiError(400, "one prompt a request", "prompt")
+            (built,), _ = await self._asked(http, caller, kind, building=True)
             prompt: Prompt = await self._in_thread(built)
             ids: list[int] = prompt.inputs["input_ids"][0].tolist()
             return ids
@@ -144,14 +151,12 @@ class Completions:
         body = await body_of(http, share)
         values = await self._in_thread(count_values, body)
         await share.grow(MemoryKind.BODY, await self._in_thread(parsing_bytes, body, values))
-        parsed = await self._in_thread(parse, kind, body)
-        request: Sampling = parsed.translated() if isinstance(parsed, Translated) else parsed
-        forms, held = parsed.forms(), await self._in_thread(held_bytes, parsed.repeated)
-        del body, parsed
+        request, wish = await self._in_thread(understood, kind, body)
+        del body
+        await share.grow(MemoryKind.BODY, wish.held_bytes)
         self._check_model(request.model)
         caller.watch(http.receive)
-        wish = Wish.of(request, forms, held)
-        self._callers.expect(caller, wish.answers)
+        self._callers.expect(caller, max(1, wish.answers))
         if isinstance(request, CompletionRequest):
             return await self._of_texts(request, share, building), wish
         assert isinstance(request, ChatRequest)
@@ -187,7 +192,7 @@ class Completions:
         """The conversation in the engine's form, with opened images."""
         messages, of_detail = request.conversation, self._engine.prompts.of_detail
         details = [part.image_url.detail if part.image_url else None for part in request.pictures]
-        sizes = [size or (of_detail(detail) if detail else {}) for size, detail in zip(request.sizes, details)]
+        sizes = [size or (of_detail(detail, image_tokens) if detail else {}) for size, detail in zip(request.sizes, details)]
         texts = [part.text for message in messages for part in message.content or () if part.text]
         texts += [json.dumps(message.further) for message in messages if message.further]
         texts += [
@@ -319,7 +324,7 @@ class Wish:
     n: int  # answers to each prompt
     seed: int | None  # of the first one
     forms: Sequence[AnswerForm]  # for each prompt
-    held_bytes: int  # of the request, in its answer
+    held_bytes: int  # of the request, until its answers have ended
 
     @property
     def answers(self) -> int:
@@ -327,8 +332,17 @@ class Wish:
 
     @classmethod
     def of(cls, request: Sampling, forms: Sequence[AnswerForm], held: int) -> "Wish":
-        change = bool(request.vismoe and request.vismoe.change)
-        return cls(bool(request.stream), change, request.n or 1, request.seed, forms, held)
+        change, n = bool(request.vismoe and request.vismoe.change), request.n or 1
+        return cls(bool(request.stream), change, n, request.seed, forms, n * held)
+
+
+def understood(kind: type[Body], body: bytearray) -> tuple[Sampling, Wish]:
+    """A request in our form, and how its answers are wanted. Takes long where the body is large."""
+    parsed = parse(kind, body)
+    request = parsed.translated() if isinstance(parsed, Translated) else parsed
+    assert isinstance(request, Sampling)
+    prompts = prompts_bytes(request.prompts) if isinstance(request, CompletionRequest) else 0
+    return request, Wish.of(request, parsed.forms(), held_bytes(parsed.repeated) + prompts)
 
 
 class Said:

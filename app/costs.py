@@ -21,6 +21,7 @@ KEPT_BYTES = 4  # per pixel of a decoded picture
 READ_BYTES = 16  # further bytes per pixel while the processor reads it: 13, and its hash
 SEEN_BYTES = 70  # per pixel of the processor's result: 66 with several pictures, 24 of these for the model
 UNKNOWN_BYTES = 32 * 2**20  # result of a processor with an unknown rule: seventeen tiles of 400 x 400
+TOKEN_BYTES = 16  # per token of a prompt: its id, and its place in the mask
 HELD_BYTES = 8  # per character of what an answer repeats of its request: as objects, and as text of four bytes a character
 STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
@@ -74,6 +75,12 @@ def parsing_bytes(body: bytes | bytearray, values: int) -> int:
 def held_bytes(repeated: Any) -> int:
     """Memory of what an answer holds of its request."""
     return HELD_BYTES * len(json.dumps(repeated)) if repeated else 0
+
+
+def prompts_bytes(prompts: Iterable[str | Sequence[int]]) -> int:
+    """Memory of the tensors of these prompts, where each byte is a token."""
+    tokens = sum(len(prompt.encode("utf-8", "surrogatepass")) if isinstance(prompt, str) else len(prompt) for prompt in prompts)
+    return max(0, TOKEN_BYTES * tokens - SMALL_BYTES)
 
 
 def text_bytes(texts: Iterable[str]) -> int:

@@ -16,12 +16,14 @@ from vismoe.app.api_errors import ApiError
 from vismoe.app.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, JsonSchema, Nulls, Strict, Translated, Unused
 from vismoe.models.inputs.responses import Piece, Reasoning
 from vismoe.models.inputs.tools import ToolCall
+from vismoe.options import AnswerTokens
 
 if TYPE_CHECKING:
     from vismoe.engine.logprobs import TokenLogprob
     from vismoe.engine.stats import Figures
 
 NOT_STORED = "nothing is stored, the conversation goes into input"
+EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # the nearest that chat templates know
 NOT_CUT = "a conversation that is too long is refused"
 
 
@@ -44,7 +46,8 @@ class InputImage(Nulls):
     detail: str | None = None
 
     def part(self) -> Json:
-        return {"type": "image_url", "image_url": {"url": self.image_url or "", "detail": self.detail}}
+        detail = "high" if self.detail == "original" else self.detail
+        return {"type": "image_url", "image_url": {"url": self.image_url or "", "detail": detail}}
 
 
 class RefusalPart(Nulls):
@@ -99,7 +102,7 @@ class OutputItem(InputItem):
     output: Contents
 
     def message(self) -> Json:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": [content.part() for content in self.output]}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": [content.part() for content in self.output] or ""}
 
 
 class ReasoningItem(InputItem):
@@ -117,7 +120,7 @@ class ReasoningItem(InputItem):
 
 def _with_type(item: Any) -> Any:
     """A message needs not say that it is one."""
-    return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
+    return {**item, "type": item.get("type") or "message"} if isinstance(item, dict) and "role" in item else item
 
 
 AnyItem = Annotated[
@@ -186,7 +189,7 @@ class ResponsesRequest(Translated):
     reasoning: ReasoningConfig | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: int | None = None
-    max_output_tokens: Any = None
+    max_output_tokens: AnswerTokens | None = None
     parallel_tool_calls: Any = None
     temperature: Any = None
     top_p: Any = None
@@ -219,7 +222,7 @@ class ResponsesRequest(Translated):
             schema = self.text.format.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
             given["response_format"] = {"type": self.text.format.type, "json_schema": schema or None}
         if self.reasoning is not None:
-            given["reasoning_effort"] = self.reasoning.effort
+            given["reasoning_effort"] = EFFORTS.get(self.reasoning.effort or "", self.reasoning.effort)
         given["logprobs"] = self._logprobs or None
         return ChatRequest.model_validate({name: value for name, value in given.items() if value is not None})
 
@@ -229,7 +232,7 @@ class ResponsesRequest(Translated):
 
     @property
     def repeated(self) -> Json:
-        names = ("temperature", "top_p", "max_output_tokens", "metadata", "top_logprobs", "user")
+        names = ("temperature", "top_p", "max_output_tokens", "metadata", "top_logprobs")
         of_request: Json = {name: getattr(self, name) for name in names}
         choice = self.tool_choice
         of_request |= {
@@ -270,7 +273,10 @@ class ResponsesAnswer:
     """
 
     end = b""
-    PARTS: ClassVar[dict[str, str]] = {"message": "output_text", "reasoning": "reasoning_text"}  # the one part of an item
+    PARTS: ClassVar[dict[str, str]] = {
+        "message": "output_text",
+        "reasoning": "reasoning_text",
+    }  # the type of an item's content, which is one part
 
     def __init__(self, of_request: Json, logprobs: bool, model: str):
         self.id = f"resp_{uuid.uuid4().hex}"

@@ -322,6 +322,8 @@ class Body(Strict):
         return None
 
 
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataText = Annotated[str, Field(max_length=512)]
 ANSWERS_ONLY = "this server answers with text only"
 UNUSED: Unused = {
     "functions": (([],), "they are called tools now"),
@@ -367,7 +369,7 @@ class Sampling(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataText], Field(max_length=16)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     vismoe: PrecisionRequest | None = None
@@ -527,23 +529,24 @@ class ChatRequest(Sampling):
         return self
 
 
-Ids = Annotated[list[Annotated[int, Range(0, MOST_TOKENS)]], Field(min_length=1)]
-
-
 def _as_prompts(prompt: Any) -> Any:
     """A text, ids of tokens, or a list of these."""
-    one = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int))
-    return [prompt] if one else prompt
+    one = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and type(prompt[0]) is int)
+    prompts = [prompt] if one else prompt
+    if not isinstance(prompts, list) or not all(map(_is_prompt, prompts)):
+        raise PydanticCustomError("prompt", "a text, ids of tokens, or a list of these, none of them empty")
+    return prompts
+
+
+def _is_prompt(prompt: Any) -> bool:
+    ids = isinstance(prompt, list) and all(type(token) is int and 0 <= token <= MOST_TOKENS for token in prompt)
+    return bool(prompt) and (ids or isinstance(prompt, str))
 
 
 class CompletionRequest(Sampling):
     """The body of /v1/completions: prompts as texts or ids of tokens. echo: a prompt is told before its answer."""
 
-    prompts: Annotated[
-        list[Annotated[str, Field(min_length=1)] | Ids],
-        Field(min_length=1, max_length=MOST_PROMPTS, alias="prompt"),
-        BeforeValidator(_as_prompts),
-    ]
+    prompts: Annotated[list[Any], Field(min_length=1, max_length=MOST_PROMPTS, alias="prompt"), BeforeValidator(_as_prompts)]
     logprobs: Annotated[int, Range(0, 5)] | None = None
     echo: bool | None = None
 
@@ -572,8 +575,8 @@ class TokenizeRequest(Translated):
     """The body of /tokenize: a text, or a conversation."""
 
     unused: ClassVar[Unused] = {
-        "add_special_tokens": ((True,), "they are what the model's tokenizer adds"),
         "add_generation_prompt": ((True,), "a conversation is what is answered"),
+        "continue_final_message": ((False,), "a last message of the assistant is gone on with"),
         "return_token_strs": ((False,), "tokens are told by their ids"),
     }
 
@@ -582,10 +585,15 @@ class TokenizeRequest(Translated):
     messages: Any = None
     tools: Any = None
     chat_template_kwargs: Any = None
+    add_special_tokens: bool | None = None
 
     def translated(self) -> ChatRequest | CompletionRequest:
-        given = self.model_dump(exclude_unset=True)
-        return (CompletionRequest if self.messages is None else ChatRequest).model_validate(given)
+        given = self.model_dump(exclude_unset=True, exclude={"add_special_tokens"})
+        usual = self.messages is None  # a chat template writes them itself
+        if self.add_special_tokens not in (None, usual):
+            usually = str(usual).lower()
+            raise ApiError(400, f"add_special_tokens: only {usually} is done here. Fix: leave it out", "add_special_tokens")
+        return checked(CompletionRequest, given) if usual else checked(ChatRequest, given)
 
     def forms(self) -> Sequence[AnswerForm]:
         return ()
@@ -610,6 +618,11 @@ def parse(kind: type[Request], body: bytes | bytearray) -> Request:
         raise ApiError(400, f"the body is not JSON that can be read: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
         raise ApiError(400, "the body is a JSON object", code="invalid_json")
+    return checked(kind, given)
+
+
+def checked(kind: type[Request], given: dict[str, Any]) -> Request:
+    """A checked request. Raises as `parse` does."""
     given = _without_unused(given, kind.unused, "")
     if issubclass(kind, Sampling) and isinstance(given.get("messages"), list):
         given["messages"] = [

@@ -115,7 +115,7 @@ class ScriptedEngine:
 
     def __post_init__(self):
         self.plan = SimpleNamespace(context=4096)
-        self.prompts = SimpleNamespace(look=lambda *asked: lambda *sides: None, of_detail=lambda detail: {})
+        self.prompts = SimpleNamespace(look=lambda *asked: lambda *sides: None, of_detail=lambda *asked: {})
         self.door.set()
 
     @property

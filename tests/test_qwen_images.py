@@ -157,6 +157,9 @@ def test_image_tokens_are_its_least_and_most_pixels(family, width, height, bound
     wanted = builder.processor(text=[text], images=pictures, do_resize=False, return_tensors="pt")
     prompt = builder.build(plain, open_image, tuple(bounds))
     assert_same(prompt, wanted)
+    own = message({"type": "image", "image": picture(width, height), "image_tokens": bounds})
+    assert_same(builder.build(own, open_image), wanted)
+    assert builder.look(None, {"image_tokens": bounds})(width, height).tokens == prompt.visual_tokens
     exempt = builder.build(
         message({"type": "image", "image": picture(96, 96), "resized_height": 96, "resized_width": 96}), open_image, (1, 1)
     )

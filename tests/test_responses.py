@@ -81,13 +81,14 @@ def test_tools_are_called_and_answered_with_a_picture(client):
     output = [{"type": "input_text", "text": "rain"}, IMAGE]
     talk = [{"role": "user", "content": "Hello!"}, *whole.output]  # as the client's own objects
     talk.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
+    talk.append({"type": None, "role": "user", "content": [IMAGE | {"detail": "original"}]})
     assert ask(client, [*talk, {"role": "user", "content": "So?"}], tools=TOOLS, max_output_tokens=5).output
     assert ask(client, tools=TOOLS, tool_choice="required").output[0].type == "function_call"
     assert ask(client, tools=TOOLS, tool_choice="none", max_output_tokens=5).output[0].type == "message"
 
 
 def test_reasoning_is_an_item_of_its_own_and_counted(client):
-    given = dict(reasoning={"effort": "high", "summary": "auto"}, extra_body={"vismoe": {"reasoning_tokens": 4}})
+    given = dict(reasoning={"effort": "xhigh", "summary": "auto"}, extra_body={"vismoe": {"reasoning_tokens": 4}})
     given |= dict(max_output_tokens=30, include=["reasoning.encrypted_content"])
     whole, (kinds, response) = ask(client, **given), streamed(client, **given)
     assert [item.type for item in whole.output] == ["reasoning", "message"] and told(whole) == told(response)
@@ -123,7 +124,7 @@ def test_an_answer_follows_its_schema_and_brings_log_probabilities(client):
         (dict(tools=[{"type": "web_search"}]), r"tools\[0\].type"),
         (dict(tools=TOOLS, tool_choice={"type": "function", "name": "later"}), "there is no such tool"),
         (dict(text={"verbosity": "high"}), "verbosity"),
-        (dict(extra_body={"max_output_tokens": 0}), "max_tokens"),
+        (dict(extra_body={"max_output_tokens": 0}), "max_output_tokens"),
         (dict(extra_body={"something": 1}), "something"),
         (dict(conversation=[{"type": "item_reference", "id": "x"}]), "item_reference"),
         (dict(conversation=[{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]), "input_file"),
@@ -165,7 +166,10 @@ def test_tokens_are_those_of_the_tokenizer(server, engine):  # noqa: F811
     assert told["max_model_len"] == engine.plan.context
     messages = [{"role": "user", "content": "What is this?"}]
     whole = server.post({"messages": messages, "max_tokens": 1}).json()
-    told = server.post({"messages": messages, "add_generation_prompt": True}, "/tokenize").json()
+    usual = {"add_generation_prompt": True, "add_special_tokens": False, "continue_final_message": False}
+    told = server.post({"messages": messages, **usual}, "/tokenize").json()
+    back = [*messages, {"role": "assistant", "content": "A dog.", "refusal": None, "annotations": []}, messages[0]]
+    assert server.post({"messages": back}, "/tokenize").status_code == 200
     assert told["count"] == whole["usage"]["prompt_tokens"] and "What is this?" in tokenizer.decode(told["tokens"])
 
 
@@ -174,6 +178,9 @@ def test_tokens_are_those_of_the_tokenizer(server, engine):  # noqa: F811
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "Hi", "add_special_tokens": False}, "add_special_tokens"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "Hi"}], "add_special_tokens": True}, "add_special_tokens"),
+        ("/v1/responses", {"input": "Hi", "metadata": {"a": "x" * 513}}, "metadata"),
+        ("/v1/completions", {"prompt": ["Hi"] * 128}, "128 answers"),
         ("/tokenize", {"prompt": ["Hi", "you"]}, "prompt"),
         ("/v1/completions", {"prompt": [[5, 10**6]]}, "the token 1000000"),
         ("/v1/completions", {"prompt": [5, -1]}, "prompt"),

@@ -121,21 +121,22 @@ def test_the_answer_is_the_engines_own_and_too_many_tokens_are_a_client_error():
             assert answer.vismoe["visual_tokens"] == reply.figures.visual_tokens == 8
         least, most = QwenImages.of(engine.processor).limits
         large = "data:image;base64," + base64.b64encode(png_of(1200, 900, bytes(1201 * 900))).decode()
-        for size, detail, meant in (
-            ({}, "low", {"min_pixels": least, "max_pixels": 512 * 512}),
-            ({}, "high", {"min_pixels": least, "max_pixels": most}),
-            ({}, "auto", {}),
-            (SMALL, "high", SMALL),
-            (TOKENS, None, TOKENS),
+        for size, detail, tokens, meant in (
+            ({}, "low", None, {"min_pixels": least, "max_pixels": 512 * 512}),
+            ({}, "low", [4, 20], {"image_tokens": [4, 20]}),
+            ({}, "high", None, {"min_pixels": least, "max_pixels": most}),
+            ({}, "high", [4, 20], {"image_tokens": [4, 20]}),
+            ({}, "auto", None, {}),
+            (SMALL, "high", None, SMALL),
+            (TOKENS, None, [4, 20], TOKENS),
         ):
-            asked = {"vismoe": {"image_tokens": [4, 20]}, "max_tokens": 1}
             part = {"type": "image_url", "image_url": {"url": large, "detail": detail}, **size}
-            whole = server.post({"messages": turn(part), **asked}).json()
-            reply = engine.chat(turn({"type": "image", "image": large} | meant), max_tokens=1, image_tokens=(4, 20))
+            whole = server.post({"messages": turn(part), "vismoe": {"image_tokens": tokens}, "max_tokens": 1}).json()
+            reply = engine.chat(turn({"type": "image", "image": large} | meant), max_tokens=1)
             list(reply)
-            tokens = whole["usage"]["prompt_tokens_details"]["image_tokens"]
-            assert tokens == reply.figures.visual_tokens, detail
-            assert (tokens > 20) == (detail in ("low", "high") and not size) and (size is not TOKENS or tokens <= 6)
+            seen = whole["usage"]["prompt_tokens_details"]["image_tokens"]
+            assert seen == reply.figures.visual_tokens, (detail, tokens)
+            assert seen <= (size or meant).get("image_tokens", (1, 10**6))[1]
         huge = {"min_pixels": 4096 * 1024, "max_pixels": 16384 * 1024}
         response = server.post({"messages": turn(IMAGE | huge)})
         assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"

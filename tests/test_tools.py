@@ -135,6 +135,9 @@ def test_what_is_no_call_is_told_as_it_is():
         for pieces in ([said], list(said)):
             assert read(MessageParser(spoken("<tool_call>"), header, BOTH), pieces)[1].lstrip() == "Hi"
             assert header.endswith("\n\n") or read(MessageParser(spoken("<tool_call>"), header, BOTH), pieces)[1] == said
+    parser = MessageParser(spoken("<tool_call>"), "<|im_start|>assistant\n", BOTH)
+    parser._parser.feed = parser._parser.finalize = lambda *text: 1 / 0  # a text that the family's template does not foresee
+    assert read(parser, ["a", "\n", "b\n", "\nc"])[1] == "a\nb\n\nc"
     parser = MessageParser(spoken("<tool_call>"), "<think>\n", BOTH)
     assert read(parser, ["first ", "this</thi", "nk>\n\n", " that"]) == ("first this", "that", [])
     parser = MessageParser(spoken("<tool_call>"), "", ())  # a message that goes on

@@ -629,7 +629,7 @@ class Request:
             kept=self._kept,
             pictures=prompt.pictures,
             answer_tokens=clock.tokens,
-            reasoning_tokens=len(tokenizer.encode(thought, add_special_tokens=False)) if thought else 0,
+            reasoning_tokens=min(clock.tokens, len(tokenizer.encode(thought, add_special_tokens=False))) if thought else 0,
             reused_tokens=self._reused_tokens,
             encoded_images=self._encoded_images,
             queue_seconds=clock.began_s - clock.asked_s,

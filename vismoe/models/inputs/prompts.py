@@ -23,7 +23,7 @@ from vismoe.errors import CheckpointError, ContextError, InputError
 from vismoe.models.family.checkpoint_files import refuse_other_vocabulary
 from vismoe.models.inputs.image_sizes import Look, Sight, area_look
 from vismoe.models.inputs.processor import load_processor
-from vismoe.models.inputs.qwen_images import Picture, QwenImages, asked_size, image_source
+from vismoe.models.inputs.qwen_images import TOKENS_KEY, Picture, QwenImages, asked_size, image_source
 from vismoe.models.inputs.responses import MessageParser, Spoken
 from vismoe.models.inputs.tools import Tools, further_of
 from vismoe.ranges import shown, unencodable
@@ -144,17 +144,17 @@ class PromptBuilder:
                 yield module
                 return
 
-    def of_detail(self, detail: str) -> dict[str, int]:
+    def of_detail(self, detail: str, image_tokens: tuple[int, int] | None) -> dict[str, int]:
         """The size options of an image with OpenAI's `detail`; none where the family decides sizes itself."""
         qwen = QwenImages.of(self.processor)
-        return qwen.of_detail(detail) if qwen is not None else {}
+        return qwen.of_detail(detail, image_tokens) if qwen is not None else {}
 
     def look(self, image_tokens: tuple[int, int] | None, size: Mapping[str, Any]) -> Look:
         """How the model sees a picture, from its sides; `size`: the size options of its message part. Raises InputError."""
         _refuse_range(image_tokens)
         qwen = QwenImages.of(self.processor)
         if qwen is not None:
-            return qwen.look(qwen.asked(size, image_tokens), qwen.again and not image_tokens)
+            return qwen.look(qwen.asked(size, image_tokens), qwen.again and not image_tokens and TOKENS_KEY not in size)
         if hasattr(self.processor, "image_settings"):
             return self._own_look(self.processor.image_settings(1, image_tokens))
         limits: dict[str, int] | None = self._pixel_limits(image_tokens).get("images_kwargs", {}).get("size")
@@ -406,7 +406,7 @@ class PromptBuilder:
             _refuse_beyond(sum(seen.tokens for seen in (look(*image.size) for image in images) if seen), context)
             return {"images": images, "images_kwargs": settings}
         asked = [qwen.asked(picture.size, image_tokens) for picture in pictures]
-        again = qwen.again and not image_tokens
+        again = qwen.again and not image_tokens and not any(TOKENS_KEY in picture.size for picture in pictures)
         looks = (qwen.look(size, again)(*picture.image.size) for picture, size in zip(pictures, asked))
         _refuse_beyond(sum(seen.tokens for seen in looks), context)
         images = [qwen.resized(picture.image, size) for picture, size in zip(pictures, asked)]

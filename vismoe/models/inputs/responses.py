@@ -295,7 +295,7 @@ class MessageParser:
             yield rest
 
     def _rest(self) -> str:
-        self._left = self._left.removeprefix(self._unsaid)
+        self._left, self._unsaid = self._left.removeprefix(self._unsaid), ""
         rest, self._written, self._held, self._left = self._held + self._written + self._left, "", "", ""
         return rest
 

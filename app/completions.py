@@ -190,9 +190,8 @@ class Completions:
         self, request: ChatRequest, share: MemoryShare, image_tokens: tuple[int, int] | None
     ) -> list[dict[str, Any]]:
         """The conversation in the engine's form, with opened images."""
-        messages, of_detail = request.conversation, self._engine.prompts.of_detail
-        details = [part.image_url.detail if part.image_url else None for part in request.pictures]
-        sizes = [size or (of_detail(detail, image_tokens) if detail else {}) for size, detail in zip(request.sizes, details)]
+        messages, low = request.conversation, self._engine.prompts.low_detail(image_tokens)
+        sizes = [size or (low if part.low_detail else {}) for size, part in zip(request.sizes, request.pictures)]
         texts = [part.text for message in messages for part in message.content or () if part.text]
         texts += [json.dumps(message.further) for message in messages if message.further]
         texts += [

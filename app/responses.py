@@ -6,17 +6,30 @@ Nothing is stored: the client sends the whole conversation in `input`, and what 
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from vismoe.app.answers import AnswerForm, Json, encoded_event, entry_of, tokens_of, usage_of, vismoe_of
 from vismoe.app.api_errors import ApiError
-from vismoe.app.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, JsonSchema, Nulls, Strict, Translated, Unused
+from vismoe.app.schemas import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    ChatRequest,
+    JsonSchema,
+    Nulls,
+    OpenaiBody,
+    Strict,
+    Translated,
+    Unused,
+    VismoeRequest,
+)
 from vismoe.models.inputs.responses import Piece, Reasoning
 from vismoe.models.inputs.tools import ToolCall
-from vismoe.options import AnswerTokens
+from vismoe.options import MOST_TOP, AnswerTokens
+from vismoe.ranges import Range
 
 if TYPE_CHECKING:
     from vismoe.engine.logprobs import TokenLogprob
@@ -164,8 +177,8 @@ class ReasoningConfig(Nulls):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesRequest(Translated):
-    """The body of /v1/responses, and of /v1/responses/input_tokens. Fields that ChatRequest has as well are checked there."""
+class ResponsesRequest(Translated, OpenaiBody):
+    """The body of /v1/responses, and of /v1/responses/input_tokens."""
 
     unused: ClassVar[Unused] = {
         "background": ((False,), "answers are waited for"),
@@ -180,32 +193,20 @@ class ResponsesRequest(Translated):
         "stream_options": (({}, {"include_obfuscation": False}), "events are not padded"),
     }
 
-    model: str | None = None
     input: Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_as_items)]
     instructions: str | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Range(0, MOST_TOP)] | None = None
     max_output_tokens: AnswerTokens | None = None
-    parallel_tool_calls: Any = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    seed: Any = None
-    stop: Any = None
-    stream: Any = None
-    metadata: Any = None
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    chat_template_kwargs: Any = None
-    vismoe: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    vismoe: VismoeRequest | None = None
 
     def translated(self) -> ChatRequest:
         names = self.model_fields_set & ChatRequest.model_fields.keys() - {"tools", "tool_choice"}
@@ -230,7 +231,7 @@ class ResponsesRequest(Translated):
     def _logprobs(self) -> bool:
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
-    @property
+    @cached_property
     def repeated(self) -> Json:
         names = ("temperature", "top_p", "max_output_tokens", "metadata", "top_logprobs")
         of_request: Json = {name: getattr(self, name) for name in names}
@@ -273,10 +274,7 @@ class ResponsesAnswer:
     """
 
     end = b""
-    PARTS: ClassVar[dict[str, str]] = {
-        "message": "output_text",
-        "reasoning": "reasoning_text",
-    }  # the type of an item's content, which is one part
+    PARTS: ClassVar[dict[str, str]] = {"message": "output_text", "reasoning": "reasoning_text"}  # types of an item's one part
 
     def __init__(self, of_request: Json, logprobs: bool, model: str):
         self.id = f"resp_{uuid.uuid4().hex}"

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
@@ -89,7 +89,8 @@ class ImageSize(Strict):
 
 
 class ImageUrl(Strict):
-    """url: a data URI, http(s) where the server allows it, or a path into its image folder. detail: for Qwen's models."""
+    """url: a data URI, http(s) where the server allows it, or a path into its image folder. detail: low is for Qwen's
+    models; the others ask for nothing."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
@@ -106,6 +107,10 @@ class ContentPart(ImageSize):
     def source(self) -> str | None:
         """Where the image is; None: it is text."""
         return self.image_url.url if self.image_url is not None else None
+
+    @property
+    def low_detail(self) -> bool:
+        return self.image_url is not None and self.image_url.detail == "low"
 
     @model_validator(mode="after")
     def _holds_what_it_says(self) -> "ContentPart":
@@ -316,7 +321,7 @@ class Body(Strict):
         """Of the answer to each prompt."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def repeated(self) -> Any:
         """What the answer holds of the request."""
         return None
@@ -346,32 +351,37 @@ UNUSED_IN_MESSAGES: Unused = {
 }
 
 
-class Sampling(Body):
-    """What both kinds of request have. `user`, `metadata`, `safety_identifier`, `prompt_cache_key` are taken and not used."""
-
-    unused: ClassVar[Unused] = UNUSED
+class OpenaiBody(Body):
+    """What all of OpenAI's requests have. `user`, `metadata`, `safety_identifier`, `prompt_cache_key` are taken and not used."""
 
     model: str | None = None
-    max_tokens: AnswerTokens | None = None
     temperature: Annotated[float, Range(0, HOTTEST)] | None = None  # 0: greedy
     top_p: Kept | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
+    seed: Seed | None = None
+    stop: Annotated[list[StopText] | None, Field(max_length=MOST_STOPS), BeforeValidator(_as_list)] = None
+    stream: bool | None = None
+    user: str | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataText], Field(max_length=16)] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Sampling(OpenaiBody):
+    """What both kinds of request to the older API have."""
+
+    unused: ClassVar[Unused] = UNUSED
+
+    max_tokens: AnswerTokens | None = None
     repetition_penalty: RepetitionPenalty | None = None
     repeat_penalty: RepetitionPenalty | None = None  # llama.cpp's name of it
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, Bias] | None, BeforeValidator(_by_token)] = None
-    seed: Seed | None = None
     n: Annotated[int, Range(1, MOST_ANSWERS)] | None = None
-    stop: Annotated[list[StopText] | None, Field(max_length=MOST_STOPS), BeforeValidator(_as_list)] = None
     response_format: ResponseFormat | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataText], Field(max_length=16)] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     vismoe: PrecisionRequest | None = None
 
     @model_validator(mode="after")
@@ -554,7 +564,7 @@ class CompletionRequest(Sampling):
     def most_likely(self) -> int | None:
         return self.logprobs
 
-    @property
+    @cached_property
     def repeated(self) -> Any:
         return self.prompts if self.echo else None
 

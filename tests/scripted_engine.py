@@ -115,7 +115,7 @@ class ScriptedEngine:
 
     def __post_init__(self):
         self.plan = SimpleNamespace(context=4096)
-        self.prompts = SimpleNamespace(look=lambda *asked: lambda *sides: None, of_detail=lambda *asked: {})
+        self.prompts = SimpleNamespace(look=lambda *asked: lambda *sides: None, low_detail=lambda image_tokens: {})
         self.door.set()
 
     @property

@@ -247,7 +247,8 @@ def test_answers_that_were_not_asked_of_the_engine_yet_count_as_waiting():
     engine = ScriptedEngine()
     with served(engine, max_waiting=4) as server:
         refused = server.post({"messages": HELLO, "n": 5})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "n" and "up to 4 may wait" in refused.text
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
+        assert "5 answers (n for each prompt), but up to 4 may wait" in refused.text and "Fix: " in refused.text
         engine.waiting = 1
         assert server.post({"messages": HELLO, "n": 4}).status_code == 429
         assert server.post({"messages": HELLO, "n": 3}).status_code == 200

@@ -40,13 +40,7 @@ SHOWN = 10  # most errors in the report
 
 def as_response(chat: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """(address, body) of the same request to /v1/responses."""
-    names = {"text": "input_text", "image_url": "input_image"}
-    turns = [
-        {**turn, "content": [{**part, "type": names[part["type"]], **part.get("image_url", {})} for part in _parts(turn)]}
-        for turn in chat["messages"]
-    ]
-    for part in (part for turn in turns for part in turn["content"] if "url" in part):
-        part["image_url"] = part.pop("url")
+    turns = [{**turn, "content": [_content(part) for part in _parts(turn)]} for turn in chat["messages"]]
     taken = {name: chat[name] for name in ("model", "temperature", "top_p", "seed", "stop") if name in chat}
     return "/responses", {**taken, **chat["extra_body"], "input": turns, "max_output_tokens": chat["max_tokens"]}
 
@@ -61,6 +55,12 @@ def as_message(chat: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def _parts(turn: dict[str, Any]) -> list[dict[str, Any]]:
     content = turn["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _content(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "text":
+        return {"type": "input_text", "text": part["text"]}
+    return {"type": "input_image", "image_url": part["image_url"]["url"]}
 
 
 def _block(part: dict[str, Any]) -> dict[str, Any]:
@@ -217,10 +217,8 @@ class Client:
 
     async def _elsewhere(self, options: dict[str, Any]) -> WholeAnswer:
         """A whole answer through another door."""
-        began_s, other = (
-            time.monotonic(),
-            self._rng.choice((as_response, as_message) if "seed" not in options else (as_response,)),
-        )
+        began_s = time.monotonic()
+        other = as_response if "seed" in options else self._rng.choice((as_response, as_message))
         address, body = other(options)
         answer: Any = await self._api.post(address, body=body, cast_to=object)
         self._told.seconds.append(time.monotonic() - began_s)

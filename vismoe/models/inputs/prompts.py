@@ -144,10 +144,10 @@ class PromptBuilder:
                 yield module
                 return
 
-    def of_detail(self, detail: str, image_tokens: tuple[int, int] | None) -> dict[str, int]:
-        """The size options of an image with OpenAI's `detail`; none where the family decides sizes itself."""
+    def low_detail(self, image_tokens: tuple[int, int] | None) -> dict[str, int]:
+        """The size options of an image with OpenAI's `detail` low; none where the family decides sizes itself."""
         qwen = QwenImages.of(self.processor)
-        return qwen.of_detail(detail, image_tokens) if qwen is not None else {}
+        return qwen.low_detail(image_tokens) if qwen is not None else {}
 
     def look(self, image_tokens: tuple[int, int] | None, size: Mapping[str, Any]) -> Look:
         """How the model sees a picture, from its sides; `size`: the size options of its message part. Raises InputError."""

@@ -122,10 +122,9 @@ class QwenImages:
         least, most = [number * self.side**2 for number in tokens] if tokens else self.limits
         return {"min_pixels": least, "max_pixels": most}
 
-    def of_detail(self, detail: str, image_tokens: tuple[int, int] | None) -> dict[str, int]:
-        """The size options of an image with OpenAI's `detail`. Only low says more than image_tokens or the processor's limits."""
-        limits = self.asked({}, image_tokens)
-        return {name: min(pixels, LOW_DETAIL_PIXELS) for name, pixels in limits.items()} if detail == "low" else {}
+    def low_detail(self, image_tokens: tuple[int, int] | None) -> dict[str, int]:
+        """The size options of an image with OpenAI's `detail` low, within image_tokens or the processor's limits."""
+        return {name: min(pixels, LOW_DETAIL_PIXELS) for name, pixels in self.asked({}, image_tokens).items()}
 
     def fitted(self, width: int, height: int, asked: Mapping[str, int]) -> tuple[int, int]:
         """(height, width) to which an image is resized. Raises InputError if no size is possible."""

@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
-from PIL import Image
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -28,11 +27,10 @@ from vismoe.app.costs import (
     body_bytes,
     held_bytes,
     parsing_bytes,
-    picture_cost,
     prompts_bytes,
     text_bytes,
 )
-from vismoe.app.images import ImageIntake
+from vismoe.app.images import Asked, AskedImage, AskedVideo, ImageIntake
 from vismoe.app.messages import CountRequest, MessagesRequest
 from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import LARGE_BODY_BYTES, MemoryKind, MemoryShare
@@ -51,7 +49,6 @@ from vismoe.app.schemas import (
 from vismoe.errors import InputError
 from vismoe.models.inputs.prompts import Prompt
 from vismoe.models.inputs.responses import Piece
-from vismoe.models.inputs.rgb import Header
 from vismoe.options import INT64, RequestOptions
 
 PREPARERS = 4  # prompts that are built at the same time; decoded images are large
@@ -190,18 +187,14 @@ class Completions:
         self, request: ChatRequest, share: MemoryShare, image_tokens: tuple[int, int] | None
     ) -> list[dict[str, Any]]:
         """The conversation in the engine's form, with opened images."""
-        messages, low = request.conversation, self._engine.prompts.low_detail(image_tokens)
-        sizes = [size or (low if part.low_detail else {}) for size, part in zip(request.sizes, request.pictures)]
+        messages = request.conversation
         texts = [part.text for message in messages for part in message.content or () if part.text]
         texts += [json.dumps(message.further) for message in messages if message.further]
         texts += [
             json.dumps(given) for given in (request.model_dump(include={"tools"})["tools"], request.chat_template_kwargs) if given
         ]
         self._check_length(sum(map(len, texts)), "messages")
-        opened = await self._pictures(
-            [part.source or "" for part in request.pictures], sizes, share, image_tokens, text_bytes(texts)
-        )
-        images = iter({"type": "image", "image": image, **size} for image, size in zip(opened, sizes))
+        images = iter(await self._seen(request, share, image_tokens, text_bytes(texts)))
         return [
             {
                 "role": "system" if message.role == "developer" else message.role,
@@ -214,24 +207,41 @@ class Completions:
             for message in messages
         ]
 
-    async def _pictures(
-        self, urls: list[str], sizes: list[dict[str, Any]], share: MemoryShare, image_tokens: tuple[int, int] | None, of_text: int
-    ) -> list[Image.Image]:
-        context, tokens, asked = self._engine.plan.context, 0, iter(sizes)
+    async def _seen(
+        self, request: ChatRequest, share: MemoryShare, image_tokens: tuple[int, int] | None, of_text: int
+    ) -> list[dict[str, Any]]:
+        """The engine's message parts of a request's images and videos."""
+        prompts, context, tokens = self._engine.prompts, self._engine.plan.context, 0
+        low = prompts.low_detail(image_tokens)
 
-        def cost_of(header: Header) -> PictureCost:
+        def seen(cost: PictureCost) -> None:
             nonlocal tokens
-            cost = picture_cost(header, self._engine.prompts.look(image_tokens, next(asked)))
             tokens += cost.tokens
             if tokens >= context:
                 message = f"the images need at least {tokens:,} tokens, the planned context is {context:,}. Fix: smaller images"
                 raise ApiError(400, message, "messages", "context_length_exceeded")
-            return cost
 
+        asked, parts = list[Asked](), list[dict[str, Any]]()
         try:
-            return await self._intake.open_all(urls, share, cost_of, of_text)
+            for part, size in zip(request.pictures, request.sizes):
+                source, videos = part.source, prompts.videos(image_tokens, context) if part.is_video else None
+                options = {**part.video_options, **size} if videos else size or (low if part.low_detail else {})
+                parts.append({"type": "video" if videos else "image", **options})
+                if videos is None:
+                    asked.append(AskedImage(str(source), prompts.look(image_tokens, options)))
+                elif isinstance(source, list):
+                    look = videos.look(len(source), options)
+                    asked += [AskedImage(frame, look, number == 0) for number, frame in enumerate(source)]
+                else:
+                    asked.append(AskedVideo(str(source), videos, options))
+            opened = iter(await self._intake.open_all(asked, share, of_text, seen))
         except InputError as error:
             raise ApiError(400, str(error), "messages", "invalid_image") from error
+        sources = (given.source for given in request.pictures)
+        return [
+            part | {part["type"]: [next(opened) for _ in source] if isinstance(source, list) else next(opened)}
+            for source, part in zip(sources, parts)
+        ]
 
     def _chat_options(self, request: ChatRequest) -> RequestOptions:
         options, context = self._request_options(request, self._options.image_tokens), self._engine.plan.context

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vismoe.app.decoding import video_decoding_bytes
 from vismoe.models.inputs.image_sizes import Look, most_reduction
+from vismoe.models.inputs.qwen_videos import VideoPlan
 from vismoe.models.inputs.rgb import Header, Reduction, decoding_bytes
+from vismoe.models.inputs.videos import VideoHeader
 
 BASE_BYTES = 512 * 2**10  # of any request: the connection's read buffer, a small body, its prompt
 SMALL_BYTES = BASE_BYTES // 2  # costs up to this are covered by BASE_BYTES
@@ -50,6 +53,13 @@ def picture_cost(header: Header, look: Look) -> PictureCost:
         KEPT_BYTES * width * height,
         READ_BYTES * width * height + made,
     )
+
+
+def video_cost(header: VideoHeader, plan: VideoPlan, tokens: int) -> PictureCost:
+    """The cost of a video of which the planned frames are decoded; they are kept at the size that the model sees."""
+    pixels = len(plan.indices) * plan.width * plan.height
+    building = (READ_BYTES + SEEN_BYTES // 2) * pixels  # two frames make one picture
+    return PictureCost(1, tokens, video_decoding_bytes(header), KEPT_BYTES * pixels, building)
 
 
 def pictures_bytes(costs: Sequence[PictureCost], of_text: int) -> int:

@@ -1,13 +1,15 @@
-"""Decodes untrusted pictures in separate processes. A picture that is slow, too large or crashes a decoder harms only itself.
+"""Decodes untrusted pictures and videos in separate processes. What is slow, too large or crashes a decoder harms only itself.
 
 A thread cannot be stopped, and a few kilobytes can keep a decoder busy for minutes (a JPEG with thousands of scans over many
 pixels). A process can: a late one is killed and the next picture gets a new one, so a hostile picture occupies a decoder for at
 most `timeout_s`. A bug in a C decoder does not reach the server. Before decoding, memory is limited to what the picture's header
 requires (`decoding_bytes`): a picture that needs more fails. The process also reduces the picture, so that the result is no
-larger than requested. A process takes 0.2 s to start and `PROCESS_BYTES`; the first picture starts it, and it is then kept.
+larger than requested. A process takes 0.2 s to start and `PROCESS_BYTES`; the first picture starts it, and it is then kept. After
+a video it is ended, because the libraries that read videos would stay in its memory.
 
-Messages, little endian: a request is `REQUEST` and the source's bytes; an answer is `ANSWER` and a header in JSON, pixels by
-bands of rows, or an error's text. The process sends `READY` when it has started, and when it has released a picture's memory.
+Messages, little endian: a request is `REQUEST`, the numbers of frames, and the source's bytes; an answer is `ANSWER` and a header
+in JSON, pixels by bands of rows, or an error's text, and for a video as many answers as frames, or until an error. The process
+sends `READY` when it has started, and when it has released a picture's memory.
 """
 
 import asyncio
@@ -25,29 +27,55 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
 from typing import IO, Any, TypeVar
 
 from PIL import Image
 
 from vismoe.app.allocator import trim
 from vismoe.errors import InputError
-from vismoe.models.inputs.images import data_uri_payload, look_at, open_image
+from vismoe.models.inputs.images import look_at, open_image
 from vismoe.models.inputs.rgb import Header, decoding_bytes
+from vismoe.models.inputs.sources import data_uri_payload
+from vismoe.models.inputs.videos import VideoHeader, opened_video
 
-REQUEST = struct.Struct("<??QQQ")  # header only, is base64, most pixels, divisor of the sides, bytes that follow
+REQUEST = struct.Struct("<B?QQQQ")  # DecoderTask, is base64, most pixels, divisor of the sides, frames, bytes that follow
 ANSWER = struct.Struct("<?IIQ")  # success, width, height, bytes that follow
 READY = b"ready"
 LOOK_S = 1.0  # between two checks that the server still exists
 PROCESS_BYTES = 52 * 2**20  # of a process: 28 MiB without a picture, and the slack
 SLACK_BYTES = 24 * 2**20  # further memory beside the picture: decoder tables, the allocator's own
+LIBRARY_BYTES = 160 * 2**20  # address space of the libraries that read videos; 127 MiB with PyAV 15
+VIDEO_BYTES = 32 * 2**20  # memory of these libraries, 19 MiB, and of their tables
+FRAME_BYTES = 64  # per pixel of a frame, of a video decoder's frames and the picture: up to 58 with five codecs, one thread
 WEBP_CANVAS_BYTES = 8  # address space per pixel that the decoder reserves because of the header and does not touch
 PIECE_BYTES = 3 * 2**16  # of one write to a pipe
 BLANKS = bytes(range(9, 14)) + b" "
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 
 Result = TypeVar("Result")
+Frames = Iterator[Image.Image]
+
+
+class DecoderTask(IntEnum):
+    """What a process is asked for."""
+
+    LOOK = 0
+    PICTURE = 1
+    LOOK_AT_VIDEO = 2
+    FRAMES = 3
+
+    @property
+    def is_video(self) -> bool:
+        return self >= DecoderTask.LOOK_AT_VIDEO
+
+
+def video_decoding_bytes(header: VideoHeader) -> int:
+    """The most memory that decoding a video needs in its process, beside the encoded bytes."""
+    return VIDEO_BYTES + FRAME_BYTES * header.width * header.height
 
 
 class Decoder:
@@ -58,16 +86,37 @@ class Decoder:
 
     def look(self, source: str | bytes, max_pixels: int, timeout_s: float) -> Header:
         """Reads the header of encoded bytes or a data: URI. Raises InputError, whose text may be shown to the client."""
-        answer, _ = self._asked(source, True, max_pixels, 1, timeout_s)
-        return Header(**json.loads(bytes(answer)))
+        with self._asked(DecoderTask.LOOK, source, max_pixels, timeout_s) as process:
+            return Header(**_told(process))
 
     def decode(self, source: str | bytes, max_pixels: int, timeout_s: float, reduce: int = 1) -> Image.Image:
         """An upright RGB picture, with sides divided by about `reduce`. Raises InputError, as `look` does."""
-        return self._asked(source, False, max_pixels, reduce, timeout_s)[1]
+        with self._asked(DecoderTask.PICTURE, source, max_pixels, timeout_s, reduce) as process:
+            return _picture(process)
 
+    def look_at_video(self, source: str | bytes, max_pixels: int, timeout_s: float) -> VideoHeader:
+        """What encoded bytes or a data: URI of a video hold. Raises InputError, as `look` does."""
+        with self._asked(DecoderTask.LOOK_AT_VIDEO, source, max_pixels, timeout_s) as process:
+            return VideoHeader(**_told(process))
+
+    def watch(
+        self, source: str | bytes, max_pixels: int, timeout_s: float, indices: Sequence[int], see: Callable[[Frames], Result]
+    ) -> Result:
+        """What `see` makes of the frames of a video with these numbers. Raises InputError, as `look` does."""
+        with self._asked(DecoderTask.FRAMES, source, max_pixels, timeout_s, indices=indices) as process:
+            return see(_picture(process) for _ in indices)
+
+    @contextlib.contextmanager
     def _asked(
-        self, source: str | bytes, only_look: bool, max_pixels: int, reduce: int, timeout_s: float
-    ) -> tuple[bytes, Image.Image]:
+        self,
+        task: DecoderTask,
+        source: str | bytes,
+        max_pixels: int,
+        timeout_s: float,
+        reduce: int = 1,
+        indices: Sequence[int] = (),
+    ) -> Iterator["subprocess.Popen[bytes]"]:
+        """The process, which has the request; within it, the answers are read."""
         process = self.running()
         late = threading.Event()
 
@@ -78,12 +127,18 @@ class Decoder:
         alarm = threading.Timer(timeout_s, give_up)
         alarm.start()
         try:
-            return _answer(process, source, only_look, max_pixels, reduce)
+            _ask(process, task, source, max_pixels, reduce, indices)
+            yield process
+            assert process.stdout is not None
+            _exactly(process.stdout, len(READY))
         except (OSError, EOFError) as error:
             self.close()
             reason = f"it took longer than {timeout_s:.3g} s" if late.is_set() else "it needs too much memory or is damaged"
-            raise InputError(f"the image could not be decoded: {reason}. Fix: send it as a plain PNG or JPEG") from error
+            what, fix = ("video", "a shorter or smaller MP4") if task.is_video else ("image", "send it as a plain PNG or JPEG")
+            raise InputError(f"the {what} could not be decoded: {reason}. Fix: {fix}") from error
         finally:
+            if task.is_video:
+                self.close()
             alarm.cancel()
             alarm.join()
             if late.is_set():  # the time may have run out only after the answer arrived
@@ -142,27 +197,53 @@ class Decoders:
             decoder.close()
 
 
-def _answer(
-    process: "subprocess.Popen[bytes]", source: str | bytes, only_look: bool, max_pixels: int, reduce: int
-) -> tuple[bytes, Image.Image]:
-    """(header, picture), one of them empty: the answer of the process. Raises OSError or EOFError if it dies."""
-    assert process.stdin is not None and process.stdout is not None
+def _ask(
+    process: "subprocess.Popen[bytes]",
+    task: DecoderTask,
+    source: str | bytes,
+    max_pixels: int,
+    reduce: int,
+    indices: Sequence[int],
+) -> None:
+    """Sends a request. Raises OSError if the process dies."""
+    assert process.stdin is not None
     is_uri = isinstance(source, str)
-    begin = data_uri_payload(source) if isinstance(source, str) else 0
-    process.stdin.write(REQUEST.pack(only_look, is_uri, max_pixels, reduce, len(source) - begin))
+    begin = data_uri_payload(source, "video" if task.is_video else "image") if isinstance(source, str) else 0
+    process.stdin.write(REQUEST.pack(task, is_uri, max_pixels, reduce, len(indices), len(source) - begin))
+    process.stdin.write(array("I", indices).tobytes())
     for start in range(begin, len(source), PIECE_BYTES):  # in pieces, to avoid a second copy
         piece = source[start : start + PIECE_BYTES]
         process.stdin.write(piece.encode("ascii", "replace") if isinstance(piece, str) else piece)
     process.stdin.flush()
+
+
+def _begun(process: "subprocess.Popen[bytes]") -> tuple[int, int, int]:
+    """(width, height, bytes that follow) of an answer. Raises InputError for the error that it is."""
+    assert process.stdout is not None
     worked, width, height, size_bytes = ANSWER.unpack(_exactly(process.stdout, ANSWER.size))
-    text = _exactly(process.stdout, size_bytes) if only_look or not worked else b""
+    if not worked:
+        text = _exactly(process.stdout, size_bytes)
+        _exactly(process.stdout, len(READY))
+        raise InputError(text.decode())
+    return width, height, size_bytes
+
+
+def _told(process: "subprocess.Popen[bytes]") -> dict[str, Any]:
+    """The header that the process answers. Raises InputError, and OSError or EOFError if the process dies."""
+    *_, size_bytes = _begun(process)
+    assert process.stdout is not None
+    told: dict[str, Any] = json.loads(_exactly(process.stdout, size_bytes))
+    return told
+
+
+def _picture(process: "subprocess.Popen[bytes]") -> Image.Image:
+    """The picture that the process answers. Raises as `_told` does."""
+    width, height, _ = _begun(process)
+    assert process.stdout is not None
     picture = Image.new("RGB", (width, height))
     for top, rows in _bands(width, height):
         picture.paste(Image.frombytes("RGB", (width, rows), _exactly(process.stdout, 3 * width * rows)), (0, top))
-    _exactly(process.stdout, len(READY))
-    if not worked:
-        raise InputError(text.decode())
-    return text, picture
+    return picture
 
 
 def _bands(width: int, height: int) -> Iterator[tuple[int, int]]:
@@ -193,32 +274,56 @@ def main() -> None:
     answers.write(READY)
     answers.flush()
     while header := requests.read(REQUEST.size):
-        only_look, is_base64, max_pixels, reduce, size_bytes = REQUEST.unpack(header)
+        task, is_base64, max_pixels, reduce, frames, size_bytes = REQUEST.unpack(header)
+        indices = array("I", _exactly(requests, 4 * frames))
         try:
-            answers.writelines(_answers(requests, own_bytes, only_look, is_base64, max_pixels, reduce, size_bytes))
+            data = _of_base64(_pieces(requests, size_bytes)) if is_base64 else _exactly(requests, size_bytes)
+            answers.writelines(_answers(DecoderTask(task), data, own_bytes, max_pixels, reduce, indices))
         except InputError as error:
             text = str(error).encode()
             answers.writelines((ANSWER.pack(False, 0, 0, len(text)), text))
+        data = b""
         trim()
         answers.write(READY)
         answers.flush()
 
 
 def _answers(
-    requests: IO[bytes], own_bytes: int, only_look: bool, is_base64: bool, max_pixels: int, reduce: int, size_bytes: int
+    task: DecoderTask, data: bytes, own_bytes: int, max_pixels: int, reduce: int, indices: Sequence[int]
 ) -> Iterator[bytes]:
-    """The answer to a request whose source bytes are still to be read. Raises InputError before its first piece."""
-    data = _of_base64(_pieces(requests, size_bytes)) if is_base64 else _exactly(requests, size_bytes)
+    """The answers to a request. Raises InputError before a piece of an answer."""
     allowed_bytes = own_bytes + 2 * len(data) + SLACK_BYTES
+    if task.is_video:
+        yield from _of_video(data, allowed_bytes, max_pixels, indices)
+        return
     _allow(allowed_bytes + (WEBP_CANVAS_BYTES * max_pixels if data[8:12] == b"WEBP" else 0))
     found = look_at(data, max_pixels)
-    if only_look:
-        text = json.dumps(dataclasses.asdict(found)).encode()
-        yield ANSWER.pack(True, 0, 0, len(text))
-        yield text
+    if task is DecoderTask.LOOK:
+        yield from _header(found)
         return
     _allow(allowed_bytes + decoding_bytes(found, reduce))
-    image = open_image(data, max_pixels, reduce)
+    yield from _pixels(open_image(data, max_pixels, reduce))
+
+
+def _of_video(data: bytes, allowed_bytes: int, max_pixels: int, indices: Sequence[int]) -> Iterator[bytes]:
+    """The header of a video, or frames of these numbers."""
+    _allow(allowed_bytes + LIBRARY_BYTES + FRAME_BYTES * max_pixels)  # until the size is known
+    with opened_video(io.BytesIO(data), "the video", max_pixels, threads=1) as video:
+        header = video.header
+        _allow(allowed_bytes + LIBRARY_BYTES + FRAME_BYTES * header.width * header.height)
+        if not indices:
+            yield from _header(header)
+        for frame in video.frames(indices):
+            yield from _pixels(frame)
+
+
+def _header(header: Header | VideoHeader) -> Iterator[bytes]:
+    text = json.dumps(dataclasses.asdict(header)).encode()
+    yield ANSWER.pack(True, 0, 0, len(text))
+    yield text
+
+
+def _pixels(image: Image.Image) -> Iterator[bytes]:
     yield ANSWER.pack(True, *image.size, 3 * image.width * image.height)
     for top, rows in _bands(*image.size):
         yield image.crop((0, top, image.width, top + rows)).tobytes()

@@ -1,30 +1,34 @@
-"""Image intake of the server: whatever a request names as an image becomes an upright RGB picture, or one clear `InputError`.
+"""Image intake of the server: whatever a request names as an image becomes an upright RGB picture, what it names as a video the
+frames that the model sees, or one clear `InputError`.
 
 Promises: data: URIs are always accepted, http(s) URLs and files only if the server's options allow them; count, bytes, pixels and
 seconds of a request's images are bounded, each before the work that it bounds; error texts may be shown to any client. Nothing
 blocks the event loop. All headers are read before anything is decoded; then the request reserves the memory for all pictures at
-once, and they are decoded one after another, no larger than the model sees them. Sizes are bytes, times seconds.
+once, and they are decoded one after another, no larger than the model sees them. A video counts as an image, but may have as many
+bytes as all images of a request. Sizes are bytes, times seconds.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from PIL import Image
 
-from vismoe.app.costs import PictureCost, pictures_bytes
+from vismoe.app.costs import PictureCost, picture_cost, pictures_bytes, video_cost
 from vismoe.app.decoding import Decoder, Decoders
 from vismoe.app.local_images import LocalImages
 from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import DECODERS, MemoryKind, MemoryShare
 from vismoe.errors import InputError
 from vismoe.models.inputs.image_addresses import address_error, beginning
+from vismoe.models.inputs.image_sizes import Look
+from vismoe.models.inputs.qwen_videos import QwenVideos, Video
 from vismoe.models.inputs.remote_images import RemoteImages
-from vismoe.models.inputs.rgb import Header
 
 OF_A_REQUEST = 4  # a request's images together may have this many times the bytes and pixels of one image
 DATA_URI_HEADER_CHARACTERS = 128
@@ -61,8 +65,57 @@ class Allowance:
     decode_s: float
 
 
+@dataclass(frozen=True)
+class Opening:
+    """How something is opened whose header is known: its pixels (of one frame), what it costs, and a task of a decoder, which
+    gets the source, the most pixels and the seconds that are left."""
+
+    pixels: int
+    cost: PictureCost
+    open: Callable[[Decoder, str | bytes, int, float], Image.Image | Video]
+
+
+@dataclass(frozen=True)
+class AskedImage:
+    """An image that a request names, which the model sees as `look` says. counts: it is not a later frame of a video."""
+
+    url: str
+    look: Look
+    counts: bool = True
+    is_video: ClassVar[bool] = False
+
+    def opening(self, decoder: Decoder, source: str | bytes, max_pixels: int, seconds: float) -> Opening:
+        """From its header. Raises InputError."""
+        header = decoder.look(source, max_pixels, seconds)
+        cost = picture_cost(header, self.look)
+        return Opening(header.width * header.height, cost, lambda decoder, *given: decoder.decode(*given, cost.reduce))
+
+
+@dataclass(frozen=True)
+class AskedVideo:
+    """A video that a request names, with the options of its message part."""
+
+    url: str
+    videos: QwenVideos
+    options: Mapping[str, Any]
+    counts: ClassVar[bool] = True
+    is_video: ClassVar[bool] = True
+
+    def opening(self, decoder: Decoder, source: str | bytes, max_pixels: int, seconds: float) -> Opening:
+        """From its header. Raises InputError."""
+        header = decoder.look_at_video(source, max_pixels, seconds)
+        plan = self.videos.plan(header, self.options)
+        cost = video_cost(header, plan, self.videos.tokens(plan))
+        return Opening(
+            header.width * header.height, cost, lambda decoder, *given: decoder.watch(*given, plan.indices, plan.video)
+        )
+
+
+Asked = AskedImage | AskedVideo
+
+
 class ImageIntake:
-    """Opens the images of requests. `remote` replaces the downloader, in tests."""
+    """Opens the images and videos of requests. `remote` replaces the downloader, in tests."""
 
     def __init__(self, limits: ImageLimits, remote: RemoteImages | None = None):
         self.limits = limits
@@ -71,32 +124,39 @@ class ImageIntake:
         self._decoders = Decoders(DECODERS)
 
     async def open_all(
-        self, urls: Sequence[str], share: MemoryShare, cost_of: Callable[[Header], PictureCost], of_text: int = 0
-    ) -> list[Image.Image]:
-        """The images of one request, in order: data: URIs, http(s) URLs, file:// URLs or paths in the image folder.
+        self,
+        asked: Sequence[Asked],
+        share: MemoryShare,
+        of_text: int = 0,
+        seen: Callable[[PictureCost], None] = lambda cost: None,
+    ) -> list[Image.Image | Video]:
+        """The images and videos of one request, in order: data: URIs, http(s) URLs, file:// URLs or paths in the image folder.
 
-        `share` grows by their memory, and by `of_text`, before any of them is decoded. Raises InputError for the first image that
-        cannot be opened, and if all together are too large; ApiError if there is no memory for them.
+        `share` grows by their memory, and by `of_text`, before any of them is decoded; `seen` is told each cost, and may raise.
+        Raises InputError for the first image that cannot be opened, and if all together are too large; ApiError if there is no
+        memory for them.
         """
-        if len(urls) > self.limits.max_images:
-            raise InputError(f"{len(urls)} images, but the limit is {self.limits.max_images} per request. Fix: send fewer")
+        if (count := sum(one.counts for one in asked)) > self.limits.max_images:
+            raise InputError(f"{count} images, but the limit is {self.limits.max_images} per request. Fix: send fewer")
         encoded, pixels = OF_A_REQUEST * self.limits.max_image_bytes, OF_A_REQUEST * self.limits.max_pixels
         allowance = Allowance(encoded, pixels, *[self.limits.image_timeout_s] * 3)
         sources: list[str | bytes] = []
-        costs = []
-        for number, url in enumerate(urls, 1):
-            with said_of(number, len(urls)):
-                source, header = await self._looked_at(url, allowance, share)
+        openings = list[Opening]()
+        for number, one in enumerate(asked, 1):
+            with said_of(number, len(asked)):
+                source, opening = await self._looked_at(one, allowance, share)
                 sources.append(source)
-                costs.append(cost_of(header))
+                openings.append(opening)
+                seen(opening.cost)
+        costs = [opening.cost for opening in openings]
         await share.grow(MemoryKind.PICTURES, pictures_bytes(costs, of_text))
         images = []
-        for number, cost in enumerate(costs, 1):
-            with said_of(number, len(urls)):
+        for number, opening in enumerate(openings, 1):
+            with said_of(number, len(asked)):
                 if allowance.decode_s <= 0:
                     raise InputError(TOO_MUCH)
-                given = (sources[number - 1], self.limits.max_pixels, allowance.decode_s, cost.reduce)
-                picture, seconds = await self._decoders.timed(Decoder.decode, *given)
+                given = (sources[number - 1], self.limits.max_pixels, allowance.decode_s)
+                picture, seconds = await self._decoders.timed(opening.open, *given)
                 del given
                 sources[number - 1] = b""
                 allowance.decode_s -= seconds
@@ -109,19 +169,19 @@ class ImageIntake:
         if self._remote is not None:
             self._remote.close()
 
-    async def _looked_at(self, url: str, left: Allowance, share: MemoryShare) -> tuple[str | bytes, Header]:
+    async def _looked_at(self, asked: Asked, left: Allowance, share: MemoryShare) -> tuple[str | bytes, Opening]:
         if min(vars(left).values()) <= 0:
             raise InputError(TOO_MUCH)
-        source = await self._source(url, left, share)
+        source = await self._source(asked, left, share)
         pixels = min(self.limits.max_pixels, left.pixels)
-        header, seconds = await self._decoders.timed(Decoder.look, source, pixels, left.look_s)
-        left.pixels -= header.width * header.height
+        opening, seconds = await self._decoders.timed(asked.opening, source, pixels, left.look_s)
+        left.pixels -= opening.pixels
         left.look_s -= seconds
-        return source, header
+        return source, opening
 
-    async def _source(self, url: str, left: Allowance, share: MemoryShare) -> str | bytes:
+    async def _source(self, asked: Asked, left: Allowance, share: MemoryShare) -> str | bytes:
         """A data: URI of an allowed size, or the encoded bytes at a URL or path."""
-        max_bytes = min(self.limits.max_image_bytes, left.image_bytes)
+        url, max_bytes = asked.url, left.image_bytes if asked.is_video else min(self.limits.max_image_bytes, left.image_bytes)
         scheme = SCHEME.match(url)
         if wrong := address_error(url):
             raise InputError(wrong)
@@ -177,5 +237,5 @@ def said_of(number: int, images: int) -> Iterator[None]:
 def _bounded(uri: str, max_bytes: int) -> str:
     """The data: URI, if its content has at most `max_bytes`: base64 uses four characters for three bytes."""
     if len(uri) > DATA_URI_HEADER_CHARACTERS + 4 * -(-max_bytes // 3):
-        raise InputError(f"the data: URI has more than the limit of {max_bytes:,} bytes. Fix: scale the image down")
+        raise InputError(f"the data: URI has more than the limit of {max_bytes:,} bytes. Fix: scale it down")
     return uri

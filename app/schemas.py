@@ -20,6 +20,7 @@ from vismoe.app.api_errors import ApiError
 from vismoe.config import DraftName, Kept, PolicyName, Retention, Selection, Tokens, parse_formats
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.inputs.qwen_images import SIZE_KEYS, TOKENS_KEY, asked_size
+from vismoe.models.inputs.qwen_videos import MOST_FRAMES, OF_FRAMES, SAMPLING, asked_video
 from vismoe.models.inputs.tools import Tools
 from vismoe.options import (
     COLDEST,
@@ -43,6 +44,7 @@ from vismoe.options import (
 )
 from vismoe.ranges import Range
 
+VIDEO_OPTIONS = (*SAMPLING, *OF_FRAMES, "total_pixels", TOKENS_KEY, *SIZE_KEYS)
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000  # of a message
 MOST_ANSWERS = 8  # to one prompt
@@ -96,17 +98,41 @@ class ImageUrl(Strict):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ContentPart(ImageSize):
-    """One part of a message: text or an image."""
+class VideoUrl(Strict):
+    """As for an image."""
 
-    type: Literal["text", "image_url"]
+    url: str
+
+
+class ContentPart(ImageSize):
+    """One part of a message: text, an image or a video, with options of `qwen_videos`."""
+
+    type: Literal["text", "image_url", "video_url"]
     text: str | None = None
     image_url: ImageUrl | None = None
+    video_url: VideoUrl | None = None
+    fps: float | None = None
+    nframes: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    video_start: float | None = None
+    video_end: float | None = None
+    total_pixels: int | None = None
 
     @property
-    def source(self) -> str | None:
-        """Where the image is; None: it is text."""
-        return self.image_url.url if self.image_url is not None else None
+    def source(self) -> str | list[str] | None:
+        """Where the image or the video is, or where its frames are; None: it is text."""
+        named = self.image_url or self.video_url
+        return named.url if named is not None else None
+
+    @property
+    def is_video(self) -> bool:
+        return self.type.startswith("video")
+
+    @property
+    def video_options(self) -> dict[str, Any]:
+        """The options of a video."""
+        return {name: value for name in VIDEO_OPTIONS if (value := getattr(self, name, None)) is not None}
 
     @property
     def low_detail(self) -> bool:
@@ -114,9 +140,16 @@ class ContentPart(ImageSize):
 
     @model_validator(mode="after")
     def _holds_what_it_says(self) -> "ContentPart":
-        given = {name for name in ("text", "image_url", "image") if getattr(self, name, None) is not None}
-        if given != {self.type} or (self.size and self.type == "text"):
+        sources = ("text", "image_url", "image", "video_url", "video")
+        given = {name for name in sources if getattr(self, name, None) is not None}
+        film = self.video_options.keys() - self.size.keys()
+        if given != {self.type} or (self.size and self.type == "text") or (film and not self.is_video):
             raise PydanticCustomError("part", "a part of type {kind} has the field {kind} and no other", {"kind": self.type})
+        if self.is_video:
+            try:
+                asked_video(self.video_options, isinstance(self.source, list))
+            except InputError as error:
+                raise PydanticCustomError("video", "{reason}", {"reason": str(error)}) from error
         return self
 
 
@@ -198,14 +231,19 @@ class Message(Returned):
 
 
 class QwenPart(ContentPart):
-    """A part as Qwen's documentation writes it: an image is named by `image`, and may be in the API's form as well."""
+    """A part as Qwen's documentation writes it: an image is named by `image`, a video by `video`, which may be a list of frames;
+    both may be in the API's form as well."""
 
-    type: Literal["text", "image_url", "image"]  # type: ignore[assignment]
+    type: Literal["text", "image_url", "video_url", "image", "video"]  # type: ignore[assignment]
     image: str | None = None
+    video: str | Annotated[list[str], Field(min_length=1, max_length=MOST_FRAMES)] | None = None
+    sample_fps: float | None = None
+    raw_fps: float | None = None
 
     @property
-    def source(self) -> str | None:
-        return self.image if self.image is not None else super().source
+    def source(self) -> str | list[str] | None:
+        named = self.image if self.image is not None else self.video
+        return named if named is not None else super().source
 
 
 class QwenMessage(Message):
@@ -496,12 +534,12 @@ class ChatRequest(Sampling):
 
     @property
     def pictures(self) -> list[ContentPart]:
-        """The parts that are images, in order."""
+        """The parts that are images or videos, in order."""
         return [part for message in self.conversation for part in message.content or () if part.source is not None]
 
     @property
     def sizes(self) -> list[dict[str, Any]]:
-        """What is said of the size of each image, by its part or in `vismoe`."""
+        """What is said of the size of each image or video, by its part or in `vismoe`."""
         ours = self.vismoe.images if self.vismoe else None
         return [
             part.size or (size.size if size else {}) for part, size in zip(self.pictures, ours or [None] * len(self.pictures))

@@ -15,7 +15,8 @@ from vismoe.ranges import Range, Rule, ValueKind
 BATCH_SIZE = Rule("batch_size", (ValueKind(int, Range(1, MOST_ROWS, "requests")),), 1)
 
 SWITCHES = {name for name, hint in typing.get_type_hints(Settings).items() if hint is bool}
-NAMES = ("pretrained", "device", "dtype", "revision", "batch_size", "max_new_tokens", "image_tokens")
+OF_VIDEOS = {"fps": float, "max_num_frames": int}  # as the harness's own models name them
+NAMES = ("pretrained", "device", "dtype", "revision", "batch_size", "max_new_tokens", "image_tokens", *OF_VIDEOS)
 FLAGS = {"pretrained": "model", "max_new_tokens": "max_tokens"}  # names that differ on the command line
 
 
@@ -48,6 +49,8 @@ def _reader() -> ArgumentParser:
     add_model_flags(parser)
     add_request_options(parser, "max_tokens", "image_tokens")
     add_option(parser, BATCH_SIZE)
+    for name, kind in OF_VIDEOS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     add_settings(parser)
     return parser
 

@@ -5,7 +5,7 @@ which multiple-choice tasks need (`--force_simple`), because lmms-eval requests 
 family's own chat template. Budget, formats and dropping of visual tokens are those of the loaded engine.
 
 Promises: answers come back in the order of the requests, and do not depend on how many are asked at once; requests that
-cannot be answered (videos, audio, several rounds) raise an InputError that names the task.
+cannot be answered (audio, several rounds) raise an InputError that names the task.
 """
 
 import os
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +29,13 @@ from vismoe.engine.engine import Engine, load
 from vismoe.engine.generate import Reply
 from vismoe.errors import ConfigError, ContextError, InputError
 from vismoe.eval.asking import answered
-from vismoe.eval.lmms_arguments import BATCH_SIZE, model_arguments
+from vismoe.eval.lmms_arguments import BATCH_SIZE, OF_VIDEOS, model_arguments
 from vismoe.eval.lmms_generation import Generation
 from vismoe.machine.hardware import cores
 from vismoe.metrics import Snapshot
-from vismoe.models.inputs.images import open_image
+from vismoe.models.inputs.images import VIDEO_SUFFIXES, open_image
 from vismoe.models.inputs.prompts import Prompt
+from vismoe.models.inputs.qwen_videos import asked_video
 from vismoe.options import RequestOptions
 
 Messages = list[dict[str, Any]]
@@ -43,7 +45,8 @@ class VisMoE(lmms):
     """Answers requests of tasks that have `doc_to_visual` and `doc_to_text`.
 
     `batch_size`: how many are asked at once. `max_new_tokens`: for tasks that set none; without it, their answers go to the
-    end of the planned context. `image_tokens`: least and most visual tokens per image. `clean`, which the harness calls after
+    end of the planned context. `image_tokens`: least and most visual tokens per image, or per two frames of a video; `fps` and
+    `max_num_frames`: which frames are read. `clean`, which the harness calls after
     the last answer, closes an engine that `create_from_arg_string` loaded.
     """
 
@@ -56,9 +59,12 @@ class VisMoE(lmms):
         batch_size: int = 1,
         max_new_tokens: int | None = None,
         image_tokens: tuple[int, int] | None = None,
+        fps: float | None = None,
+        max_num_frames: int | None = None,
         closes_engine: bool = False,
     ) -> None:
         BATCH_SIZE.check(batch_size, InputError)
+        self._of_videos = asked_video({"fps": fps, "max_frames": max_num_frames}, of_frames=False)
         RequestOptions(max_tokens=max_new_tokens, image_tokens=image_tokens)  # checks them
         super().__init__()
         self._engine, self._closes_engine = engine, closes_engine
@@ -81,7 +87,7 @@ class VisMoE(lmms):
         except ConfigError as error:
             raise InputError(f"--{error}") from error
         given |= model_arguments(arg_string)
-        own = {name: given.pop(name) for name in ("batch_size", "max_new_tokens", "image_tokens") if name in given}
+        own = {name: given.pop(name) for name in ("batch_size", "max_new_tokens", "image_tokens", *OF_VIDEOS) if name in given}
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if ranks > 1:
             torch.set_num_threads(max(1, cores() // ranks))
@@ -156,8 +162,15 @@ class VisMoE(lmms):
         visuals = _flat(to_visual(self._document(request, *place[1:]))) if to_visual else []
         texts = context.split("<image>") if context.count("<image>") == len(visuals) else ["", context]
         places = [[visual] for visual in visuals] if len(texts) == len(visuals) + 1 else [visuals]
-        parts = [part for text, images in zip(texts, [*places, []], strict=True) for part in (_text(text), *map(_image, images))]
+        parts = [
+            part for text, seen in zip(texts, [*places, []], strict=True) for part in (_text(text), *map(self._visual, seen))
+        ]
         return [{"role": "user", "content": [part for part in parts if part != _text("")] or [_text("")]}]
+
+    def _visual(self, visual: Any) -> dict[str, Any]:
+        """An image, or the path of a video, as tasks give them."""
+        is_video = isinstance(visual, str) and Path(visual).suffix.lower() in VIDEO_SUFFIXES
+        return {"type": "video", "video": visual, **self._of_videos} if is_video else {"type": "image", "image": visual}
 
     def _document(self, request: Instance, number: int, task: str, split: str) -> Any:
         return self.task_dict[task][split][number]
@@ -165,7 +178,7 @@ class VisMoE(lmms):
     # -- prompts
     def _prompt(self, request: Instance) -> Prompt:
         with _about(request):
-            return self._prompts.build(self._messages(request), open_image, self._image_tokens)
+            return self._prompts.build(self._messages(request), open_image, self._image_tokens, self._engine.plan.context)
 
     def _continuation(self, request: Instance) -> tuple[int, ...]:
         text = request.args[1]
@@ -243,7 +256,7 @@ class VisMoEChat(VisMoE):
 
     def _messages(self, request: Instance) -> Messages:
         _, to_messages, _, *place = request.args
-        return ChatMessages(messages=to_messages(self._document(request, *place))).to_hf_messages()
+        return ChatMessages(messages=to_messages(self._document(request, *place))).to_hf_messages(self._of_videos)
 
 
 class Likelihood(GenerationResult):
@@ -290,10 +303,6 @@ def _flat(visuals: Any) -> list[Any]:
 
 def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
-
-
-def _image(image: Any) -> dict[str, Any]:
-    return {"type": "image", "image": image}
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from typing import Any
 from vismoe.errors import InputError
 from vismoe.eval.questions import KINDS, THANKS, Conversation, conversation
 from vismoe.eval.scenes import compose
-from vismoe.models.inputs.images import file_of_url
 from vismoe.models.inputs.message_files import placed
 from vismoe.models.inputs.qwen_images import image_source
+from vismoe.models.inputs.sources import file_of_url
 
 GROUPS = ("train", "held-out", "unseen")
 UNSEEN_KIND = "text"  # reading text; the paper leaves out TextVQA

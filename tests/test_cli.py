@@ -295,7 +295,9 @@ def test_a_conversation_in_a_file_is_whole(engine, picture, tmp_path, capsys, mo
     (tmp_path / "talk.json").write_text('[{"role": "user", "content": "Hello!"}]')
     flags = ["--messages", str(tmp_path / "talk.json"), *(flag.replace("PICTURE", picture) for flag in more)]
     assert cli.main(["chat", *flags]) == 2
-    assert "Fix: put the question and its images into the file" in capsys.readouterr().err and not hasattr(engine, "asked")
+    assert "Fix: put the question, its images and videos into the file" in capsys.readouterr().err and not hasattr(
+        engine, "asked"
+    )
 
 
 def test_a_map_of_kept_tokens_is_saved_and_said(engine, picture, tmp_path, capsys):
@@ -414,7 +416,7 @@ def test_a_wrong_image_is_said_before_the_model_is_loaded(engine, capsys, tmp_pa
     assert cli.main(["chat", "--image", "/no/such.png", "Hi?"]) == 2
     assert "no such file" in capsys.readouterr().err
     assert cli.main(["chat", "--image", str(tmp_path / "clip.mp4"), "Hi?"]) == 2
-    assert "a video; only images" in capsys.readouterr().err
+    assert "a video, not an image" in capsys.readouterr().err
     assert not hasattr(engine, "asked")
 
 

@@ -146,7 +146,7 @@ def test_of_an_animation_the_first_frame_is_used_and_said(caplog):
 def test_videos_are_refused_by_name(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(b"\x00" * 100)
-    with pytest.raises(InputError, match="a video; only images"):
+    with pytest.raises(InputError, match="a video, not an image"):
         open_image(path)
 
 
@@ -163,7 +163,7 @@ def test_videos_are_refused_by_name(tmp_path, name):
     ],
 )
 def test_videos_are_refused_by_content(header):
-    with pytest.raises(InputError, match="a video; only images"):
+    with pytest.raises(InputError, match="a video, not an image"):
         open_image(header + b"\x00" * 100)
 
 

@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
+from clips import clip
 from PIL import Image
 from searching import long
 
@@ -39,6 +40,7 @@ from lmms_eval.tasks import TaskManager  # noqa: E402
 from lmms_eval.tasks import __file__ as THEIR_TASKS  # noqa: E402
 from lmms_eval.tasks.mmbench.mmbench_evals import MMBench_Evaluator  # noqa: E402
 
+from vismoe.eval.lmms_arguments import model_arguments  # noqa: E402
 from vismoe.eval.lmms_model import VisMoE, VisMoEChat  # noqa: E402
 
 OFFLINE = ("scenes_pope", "scenes_mmbench", "scenes_ocr", "scenes_mme")
@@ -397,10 +399,27 @@ def test_answers_of_the_response_cache_are_not_asked_again(engine, tmp_path, mon
     assert ask(local_task("scenes_pope"))["results"]["scenes_pope"] == scores and scores["pope_accuracy,none"] == 1
 
 
+def test_videos_of_tasks_in_both_forms_are_answered_as_the_engine_answers(engine, tmp_path):
+    (tmp_path / "clip.mp4").write_bytes(clip(frames=12))
+    how = dict(fps=2.0, max_num_frames=4, image_tokens=(4, 16))
+    part = {"type": "video", "video": str(tmp_path / "clip.mp4"), "fps": 2, "max_frames": 4, "image_tokens": [4, 16]}
+    reply = engine.chat([{"role": "user", "content": [part, {"type": "text", "text": "What happens?"}]}], max_tokens=6)
+    message = [{"role": "user", "content": [{"type": "video", "url": part["video"]}, {"type": "text", "text": "What happens?"}]}]
+    assert [one.text for one in chat(engine, [message], {"max_new_tokens": 6}, **how)] == ["".join(reply)]
+    model = VisMoE(engine, **how)
+    clips = requests(model, [part["video"]], ("What happens?", {"max_new_tokens": 6}, lambda document: [document]))
+    assert [one.text for one in model.generate_until(clips)] == [reply.text]
+    assert 0 < reply.figures.visual_tokens <= 2 * 16
+    loaded = model_arguments("fps=0.5,max_num_frames=32")
+    assert loaded == {"fps": 0.5, "max_num_frames": 32}
+    with pytest.raises(InputError, match="max_frames: a whole number"):
+        VisMoE(engine, max_num_frames=0)
+
+
 def test_what_cannot_be_answered_is_refused_by_the_task_s_name(engine):
-    for kind in ("video", "audio"):
+    for kind, words in (("video", r"clip\.mp4: no such file"), ("audio", "a message part of type 'audio'")):
         message = [{"role": "user", "content": [{"type": kind, "url": "clip.mp4"}, {"type": "text", "text": "What happens?"}]}]
-        with pytest.raises(InputError, match=rf"task made_up, document 0: a message part of type '{kind}'"):
+        with pytest.raises(InputError, match=rf"task made_up, document 0: {words}"):
             chat(engine, [message])
     model = VisMoE(engine)
     clip = requests(model, ["clip.mp4"], ("What happens?", {}, lambda document: [document]))

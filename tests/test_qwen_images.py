@@ -242,8 +242,8 @@ def test_a_url_of_this_machine_is_refused_by_our_guard(engine):
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        ({"type": "video", "video": "a.mp4", "nframes": 4}, "no video"),
-        ({"type": "video", "video": ["a.png", "b.png"], "fps": 2.0, "max_pixels": 50176}, "no video"),
+        ({"type": "audio", "audio": "a.mp3"}, "no audio"),
+        ({"type": "video", "video": ["a.png", "b.png"], "fps": 2.0, "max_pixels": 50176}, "no option fps"),
         ({"image": PICTURE, "fps": 1.0}, "fps: options of a video"),
         ({"image": PICTURE, "nframes": 4, "fps": 1}, "fps, nframes: options of a video"),
         ({"image": PICTURE, "max_pixel": 50176}, "an image has no option max_pixel. Fix"),

@@ -10,10 +10,9 @@ import pytest
 from hostile_images import claiming, data_uri, jpeg_of_many_scans, picture, png_of, png_of_long_text
 from picture_server import picture_server, with_body
 
-from vismoe.app.costs import picture_cost
 from vismoe.app.decoding import Decoder
 from vismoe.app.guard import KeyCheck
-from vismoe.app.images import ImageIntake, ImageLimits
+from vismoe.app.images import AskedImage, ImageIntake, ImageLimits
 from vismoe.app.local_images import LocalImages
 from vismoe.app.request_memory import RequestMemory
 from vismoe.errors import ConfigError, InputError
@@ -22,9 +21,9 @@ from vismoe.models.inputs.images import open_image
 LIMIT = 10**6
 
 
-def unbounded():
-    """Memory for anything, and pictures as large as they are."""
-    return RequestMemory(2**40, 60).enter(), lambda header: picture_cost(header, lambda *sides: None)
+def opening(intake: ImageIntake, urls):
+    """Opens images with memory for anything, and as large as they are."""
+    return intake.open_all([AskedImage(url, lambda *sides: None) for url in urls], RequestMemory(2**40, 60).enter())
 
 
 # -- files
@@ -162,7 +161,7 @@ def opened(limits: ImageLimits, *urls: str):
     async def run():
         intake = ImageIntake(limits)
         try:
-            return await intake.open_all(urls, *unbounded())
+            return await opening(intake, urls)
         finally:
             intake.close()
 
@@ -178,7 +177,7 @@ def test_all_kinds_of_sources_give_the_same_picture(folder):
     async def run():
         async with picture_server({"/a": text}) as (remote, *_):
             intake = ImageIntake(ImageLimits(allow_remote_images=True, image_folder=folder), remote)
-            images = await intake.open_all(urls, *unbounded())
+            images = await opening(intake, urls)
             intake.close()
             return images
 
@@ -219,10 +218,10 @@ def test_hostile_pictures_do_not_keep_the_decoders_from_an_honest_one():
     async def run():
         intake = ImageIntake(ImageLimits(image_timeout_s=1.5))
         hostile = [data_uri(jpeg_of_many_scans(20_000))]  # minutes of work for two decoders
-        slow = [intake.open_all(hostile, *unbounded()) for _ in range(3)]
-        outcomes = await asyncio.gather(*slow, intake.open_all([data_uri(picture())], *unbounded()), return_exceptions=True)
+        slow = [opening(intake, hostile) for _ in range(3)]
+        outcomes = await asyncio.gather(*slow, opening(intake, [data_uri(picture())]), return_exceptions=True)
         if isinstance(outcomes[-1], InputError):  # the machine is so busy that even this one was late
-            outcomes[-1] = await intake.open_all([data_uri(picture())], *unbounded())
+            outcomes[-1] = await opening(intake, [data_uri(picture())])
         intake.close()
         return outcomes
 

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from vismoe import flags
-from vismoe.cli.conversation import ChatSession, introduce, open_images, open_messages, read_out, save_kept_maps, say
+from vismoe.cli.conversation import ChatSession, introduce, open_images, open_messages, read_out, save_kept_maps, say, video_parts
 from vismoe.config import SERVING_DEFAULTS
 from vismoe.errors import InputError
 from vismoe.models.inputs.message_files import user_message
@@ -28,10 +28,13 @@ def chat_arguments(parser: ArgumentParser) -> None:
         "without a question a conversation begins",
     )
     flags.add(parser, "--image PATH|URL", "an image to ask about; repeat for more images", default=[], action="append")
+    flags.add(parser, "--video PATH|URL", "a video to ask about, for Qwen3-VL's families; repeat", default=[], action="append")
+    flags.add(parser, "--video-fps FPS", "frames that are read per second of a video (default: 2)", float)
+    flags.add(parser, "--video-frames N", "most frames that are read of a video (default: 768)", int)
     flags.add(
         parser,
         "--messages FILE",
-        "answer the conversation in a JSON file: messages in the form of Qwen's documentation; image paths relative to it",
+        "answer the conversation in a JSON file: messages in the form of Qwen's documentation; paths relative to it",
     )
     flags.add_request_options(parser, "max_tokens", "image_tokens", "sample", *OF_SAMPLING, *PENALTIES, "seed")
     flags.add_request_options(parser, "json_schema", "grammar", "reasoning", "reasoning_tokens")
@@ -71,8 +74,12 @@ def run_chat(arguments: Namespace) -> int:
     """Runs one question or a conversation; returns the exit code."""
     model, question = flags.model_and_question(arguments.words, arguments.model)
     asked = question is not None or arguments.messages
-    if arguments.messages and (question is not None or arguments.image):
-        raise InputError("--messages gives a whole conversation. Fix: put the question and its images into the file")
+    if arguments.messages and (question is not None or arguments.image or arguments.video):
+        raise InputError("--messages gives a whole conversation. Fix: put the question, its images and videos into the file")
+    if arguments.video_fps is not None or arguments.video_frames is not None:
+        from vismoe.models.inputs.qwen_videos import asked_video
+
+        asked_video({"fps": arguments.video_fps, "max_frames": arguments.video_frames}, of_frames=False)  # checks them
     if arguments.json and not asked:
         raise InputError(
             '--json answers one question, not a conversation. Fix: vismoe chat --json "What is in the picture?" --image PICTURE'
@@ -83,12 +90,13 @@ def run_chat(arguments: Namespace) -> int:
     options = RequestOptions(reuse=True, **flags.given_options(arguments))
     if arguments.kept_map and not asked:
         raise InputError("--kept-map goes with one question; in a conversation, /map FOLDER saves the map of the last answer")
-    images = open_images(arguments.image)  # before the model is loaded, so that a wrong path is reported at once
-    messages = open_messages(arguments.messages) if arguments.messages else [user_message(question or "", images)]
+    # before the model is loaded, so that a wrong path is reported at once
+    seen: list[Any] = [*open_images(arguments.image), *video_parts(arguments.video, arguments)]
+    messages = open_messages(arguments.messages) if arguments.messages else [user_message(question or "", seen)]
     with flags.load_engine(arguments, model, quiet=not arguments.verbose) as engine, _recording(engine, arguments.trace):
         if asked:
             return _answer_once(engine, arguments, messages, options)
-        return ChatSession(engine, arguments, images, options).run()
+        return ChatSession(engine, arguments, seen, options).run()
 
 
 def _recording(engine: "Engine", path: str | None) -> contextlib.AbstractContextManager[Any]:
@@ -124,6 +132,7 @@ CHAT = flags.Command(
     """\
   vismoe chat                                                    a conversation with the bundled demo model
   vismoe chat --image a.png --image b.png "Which image shows a dog?"
+  vismoe chat MODEL --video clip.mp4 --video-frames 32 "What happens?"   a video, for Qwen3-VL's families
   vismoe chat ./my-model "Tell me a story." --max-tokens 500     a text-only question to a local model
   vismoe chat MODEL --gguf model-Q4_K_M.gguf --mmproj mmproj.gguf   the weights of llama.cpp's files
   vismoe chat --messages talk.json                               a conversation in the form of Qwen's documentation

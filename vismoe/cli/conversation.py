@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vismoe.cli.lines import next_input, with_line_editing
 from vismoe.errors import ClosedError, InputError, VisMoEError
 from vismoe.flags import did_you_mean, signals_call
-from vismoe.models.inputs.message_files import read_messages, user_message, with_images
+from vismoe.models.inputs.message_files import read_messages, user_message, with_sources
 from vismoe.options import RequestOptions
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 /image PATH   attach an image to the next question (repeat for several images)
+/video PATH   attach a video
 /keep SHARE   of the visual tokens to keep, from now on, e.g. /keep 0.5
 /policy NAME  the policy that chooses the formats of experts, from now on: exact, hotness, importance, hotness+importance
 /formats PAIR the two formats that a policy chooses from, e.g. /formats 4/2
@@ -55,7 +56,20 @@ def open_messages(file: str) -> list[dict[str, Any]]:
     """The conversation in a file, with its images opened."""
     from vismoe.models.inputs.images import fetch_image
 
-    return with_images(read_messages(file), fetch_image)
+    return with_sources(read_messages(file), fetch_image, lambda video: video)
+
+
+def video_parts(paths: list[str], arguments: Namespace) -> list[dict[str, Any]]:
+    """The message parts of videos, which only the model's family can open; here it is checked that they can be read."""
+    from vismoe.models.inputs.images import MAX_PIXELS
+    from vismoe.models.inputs.videos import fetch_video_file, opened_video
+
+    for path in paths:
+        with fetch_video_file(path) as file, opened_video(file, path, MAX_PIXELS) as video:
+            held = video.header
+            say(f"{path}: {held.width} x {held.height} pixels, {held.frames:,} frames in {held.seconds:.1f} s")
+    sampling = {"fps": arguments.video_fps, "max_frames": arguments.video_frames}
+    return [{"type": "video", "video": path, **sampling} for path in paths]
 
 
 def save_kept_maps(figures: "Figures", folder: str) -> list[Path]:
@@ -119,11 +133,11 @@ def introduce(console: "Console", engine: "Engine", verbose: bool, hint: str = "
 
 @dataclass
 class ChatSession:
-    """The interactive chat: questions and answers so far, and the images for the next question."""
+    """The interactive chat: questions and answers so far, and the images and videos for the next question."""
 
     engine: "Engine"
     arguments: Namespace
-    waiting: list["Image.Image"]
+    waiting: list["Image.Image | dict[str, Any]"]
     options: RequestOptions  # from here on
     messages: list[dict[str, Any]] = field(default_factory=list)
     last: "Figures | None" = None
@@ -172,14 +186,12 @@ class ChatSession:
         self.messages, self.waiting = [], []
         say("a new conversation")
 
+    def attach_videos(self, text: str) -> None:
+        self.waiting += video_parts(_paths(text, "/video needs a path, e.g. /video clip.mp4"), self.arguments)
+        say("attached; ask about it")
+
     def attach(self, text: str) -> None:
-        paths = [text.strip()]
-        if not Path(paths[0]).exists():  # quoted, or with escaped blanks, as terminals paste the path of a dropped file
-            with contextlib.suppress(ValueError):
-                paths = shlex.split(text) or paths
-        if paths == [""]:
-            raise InputError("/image needs a path, e.g. /image photo.jpg")
-        for image in open_images(paths):
+        for image in open_images(_paths(text, "/image needs a path, e.g. /image photo.jpg")):
             self.waiting.append(image)
             say(f"attached, {image.width} x {image.height} pixels; ask about it")
 
@@ -230,11 +242,16 @@ class ChatSession:
         print_figures(self.console, figures)
         print_layers(self.console, figures)
 
+    def _opened(self, part: dict[str, Any]) -> dict[str, Any]:
+        """A video's part with the video opened: once, not for each question about it."""
+        return self.engine.opened_video(part, self.options.image_tokens)
+
     def ask(self, question: str) -> None:
         """Streams the answer. An answer, even a partial one, enters the history with its question; a failed question does not."""
         from vismoe.cli.print import print_figures
 
-        message = user_message(question, self.waiting)
+        opened = [self._opened(one) if isinstance(one, dict) else one for one in self.waiting]
+        self.waiting, message = opened, user_message(question, opened)
         reply = self.engine.chat([*self.messages, message], self._options_in_force())
         stopped = read_out(reply)
         print(flush=True)
@@ -250,6 +267,7 @@ class ChatSession:
 
 COMMANDS: dict[str, Callable[[ChatSession, str], None]] = {
     "/image": ChatSession.attach,
+    "/video": ChatSession.attach_videos,
     "/keep": ChatSession.set_keep,
     "/policy": lambda chat, policy: chat.change(policy=policy or None),
     "/formats": lambda chat, formats: chat.change(formats=formats or None),
@@ -259,6 +277,16 @@ COMMANDS: dict[str, Callable[[ChatSession, str], None]] = {
     "/figures": ChatSession.show_figures,
     "/help": lambda chat, _: say(HELP),
 }
+
+
+def _paths(text: str, missing: str) -> list[str]:
+    paths = [text.strip()]
+    if not Path(paths[0]).exists():  # quoted, or with escaped blanks, as terminals paste the path of a dropped file
+        with contextlib.suppress(ValueError):
+            paths = shlex.split(text) or paths
+    if paths == [""]:
+        raise InputError(missing)
+    return paths
 
 
 def commands_and_question(text: str) -> Iterator[str]:

@@ -40,6 +40,7 @@ from vismoe.models.family.families import without_quantization
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder
 from vismoe.models.inputs.tools import Tools
+from vismoe.models.inputs.videos import fetch_video_file
 from vismoe.models.load.gguf import GgufWeights, load_gguf, with_gguf
 from vismoe.models.load.preview import checkpoint_files, model_class, read_config, torch_dtype
 from vismoe.models.load.quantizer import VisMoEConfig
@@ -261,7 +262,8 @@ class Engine:
         messages: `[{"role", "content"}]`, content a string or parts `{"type": "text", "text"}` and `{"type": "image", "image"}`
         with a path, file:// or http(s) URL (of a public server), bytes, data URI or PIL image; for Qwen's models also with
         `min_pixels` and `max_pixels`, or `resized_height` and `resized_width`, as qwen-vl-utils takes them; image_tokens is for
-        images whose part says nothing of its size. keep and selection hold for all images of the conversation. An answer without
+        images whose part says nothing of its size. Qwen3-VL's families also see `{"type": "video", "video"}`, a file or a list of
+        frames, with the options of `qwen_videos`. keep and selection hold for all images of the conversation. An answer without
         max_tokens holds a part of the context at a time, so that others run beside it. policy, formats, retention: as in
         `change`, for this request only; another policy or pair waits until nothing else runs.
         tools: functions that the model may or must call; calls are in the Reply, and go back as `tool_calls` of the assistant's
@@ -293,7 +295,13 @@ class Engine:
         """The prompt that `chat` would read. Raises what `chat` raises."""
         options = options or RequestOptions()
         template = {**self.prompts.of_reasoning(options.reasoning), **template}
-        return self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context, tools, template)
+        seen = fetch_image, options.image_tokens, self.plan.context
+        return self.prompts.build(messages, *seen, tools, template, fetch_video_file)
+
+    def opened_video(self, part: Mapping[str, Any], image_tokens: tuple[int, int] | None = None) -> dict[str, Any]:
+        """A video's message part with the video opened, for several questions about it. Raises InputError."""
+        video = self.prompts.video(part, fetch_image, image_tokens, self.plan.context, fetch_video_file)
+        return {"type": "video", "video": video}
 
     @by_name(OPTIONS.keys() - OF_CHAT)
     def complete(self, text: str | Sequence[int], options: RequestOptions | None = None, **given: Any) -> Reply:

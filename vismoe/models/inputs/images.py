@@ -2,12 +2,10 @@
 
 Promises: the header is read before any pixel is decoded, and a picture above the pixel limit is refused unread; a damaged file is
 an error, never a half-grey picture; EXIF orientation is applied; transparency is laid on white; 16-bit and float pictures are
-scaled to 8 bit. `open_image` never uses the network; `fetch_image` uses public servers only. Videos are refused with their own
-message. Sizes are pixels.
+scaled to 8 bit. `open_image` never uses the network; `fetch_image` uses public servers only. Videos (`videos`) are
+refused with their own message. Sizes are pixels.
 """
 
-import base64
-import binascii
 import io
 import logging
 import struct
@@ -15,14 +13,14 @@ import threading
 import zlib
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import unquote
 
 from PIL import ExifTags, Image, ImageFile
 
-from vismoe.errors import ConfigError, InputError
+from vismoe.errors import InputError
 from vismoe.models.inputs.image_addresses import address_error
 from vismoe.models.inputs.rgb import Header, Reduction, rgb_of
-from vismoe.ranges import file_name
+from vismoe.models.inputs.sources import READABLE, data_uri_bytes, opened_file
+from vismoe.models.inputs.videos import SIGNATURE_BYTES, video_format
 
 ImageSource = str | Path | bytes | Image.Image
 
@@ -30,14 +28,11 @@ log = logging.getLogger("vismoe")
 
 MAX_PIXELS = 64 * 10**6  # 8000 x 8000; 192 MB when decoded to RGB
 # Decoders that work on memory alone; EPS would start ghostscript, and Pillow's rarer formats are untested.
-READABLE = "a PNG or JPEG file that this user may read"
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO")
 VIDEO_SUFFIXES = frozenset(
     ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .m2ts .mts .wmv .asf .flv .f4v .ogv .3gp .3g2 .vob .rm .rmvb .y4m".split()
 )
 HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis")
-PICTURE_BRANDS = (*HEIC_BRANDS, b"avif", b"avis", b"mif1", b"msf1", b"jxl ", b"jp2 ", b"jpx ", b"jpm ")
-HEADER_BYTES = 64
 # Errors that Pillow's decoders raise on damaged files, found with damaged files; any other error is a bug of this package.
 DECODER_ERRORS = (
     OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError,
@@ -81,7 +76,7 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS, reduce: int = 
     if isinstance(source, Image.Image):
         return _upright_rgb(source, "the image", max_pixels, reduce, first_frame=False)
     if isinstance(source, str) and source[:5].lower() == "data:":
-        source = _data_uri_bytes(source)
+        source = data_uri_bytes(source, "image")
     elif isinstance(source, str) and (wrong := address_error(source)):
         raise InputError(wrong)
     if isinstance(source, bytes):
@@ -90,50 +85,8 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS, reduce: int = 
         raise InputError(
             f"an image is a path, bytes, a data: URI or a Pillow image, not {type(source).__name__}. Fix: one of these"
         )
-    if str(source).lower().startswith(("http://", "https://", "ftp://")):
-        raise InputError(f"{source}: images are not downloaded. Fix: save the file and give its path")
-    try:
-        if isinstance(source, str) and source[:7].lower() == "file://":
-            path = file_of_url(source)
-        else:
-            path = file_name(source).expanduser()
-        if not path.exists():
-            raise InputError(f"{source}: no such file (looked in {Path.cwd()}). Fix: give the full path of a picture")
-        if not path.is_file():
-            raise InputError(
-                f"{source}: a {'folder' if path.is_dir() else 'special file'}, not an image file. Fix: give the path of a picture"
-            )
-        with path.open("rb") as file:
-            return _decode(file, str(source), max_pixels, reduce, path.suffix.lower())
-    except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: the user of `~user` has no home
-        name = str(source)[:200].encode(errors="backslashreplace").decode()
-        raise InputError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}. Fix: {READABLE}") from error
-
-
-def file_of_url(url: str) -> Path:
-    """The file that a `file://` URL names: the path as written (as qwen-vl-utils reads it), or percent-decoded."""
-    path = file_name(url[7:])
-    return path if path.exists() else file_name(unquote(url[7:].removeprefix("localhost")))
-
-
-def data_uri_payload(uri: str) -> int:
-    """The index at which the payload of `data:image/...;base64,...` begins. Raises InputError."""
-    comma = uri.find(",")
-    header = uri[5 : max(comma, 0)].lower()
-    kind = header.split(";")[0]
-    if kind.startswith("video/"):
-        raise InputError(f"the data URI holds a video ({kind[:40]}); only images are supported. Fix: send single frames")
-    if comma < 0 or not header.endswith(";base64"):
-        raise InputError(f"the data URI {uri[:40]!r} has an unsupported form. Fix: data:image/png;base64,...")
-    return comma + 1
-
-
-def _data_uri_bytes(uri: str) -> bytes:
-    begin = data_uri_payload(uri)
-    try:
-        return base64.b64decode("".join(uri[begin:].split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InputError(f"the data URI is not valid base64: {error}. Fix: encode the file's bytes again") from error
+    with opened_file(source, "image") as (file, suffix):
+        return _decode(file, str(source), max_pixels, reduce, suffix)
 
 
 def _decode(file: BinaryIO, name: str, max_pixels: int, reduce: int, suffix: str = "") -> Image.Image:
@@ -151,12 +104,12 @@ def look_at(data: bytes, max_pixels: int) -> Header:
 
 def _opened(file: BinaryIO, name: str, max_pixels: int, suffix: str = "") -> Image.Image:
     """A picture whose pixels are not decoded yet."""
-    header = file.read(HEADER_BYTES)
+    header = file.read(SIGNATURE_BYTES)
     if not header:
         raise InputError(f"{name}: empty (0 bytes). Fix: download or copy it again")
-    if _is_video(header) or suffix in VIDEO_SUFFIXES:
+    if video_format(header) is not None or suffix in VIDEO_SUFFIXES:
         raise InputError(
-            f"{name}: a video; only images are supported. Fix: extract single frames, e.g. ffmpeg -i VIDEO -vf fps=1 %03d.png"
+            f"{name}: a video, not an image. Fix: --video, a part {{'type': 'video', 'video': ...}}, or a single frame"
         )
     if header[4:8] == b"ftyp" and header[8:12] in HEIC_BRANDS:
         raise InputError(f"{name}: HEIC cannot be decoded here. Fix: convert it to JPEG or PNG")
@@ -167,19 +120,9 @@ def _opened(file: BinaryIO, name: str, max_pixels: int, suffix: str = "") -> Ima
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InputError(f"{name}: more than the limit of {max_pixels:,} pixels ({error}). Fix: scale it down") from error
     except DECODER_ERRORS as error:
-        raise InputError(f"{name}: not an image that can be read (one of {', '.join(FORMATS)}). Fix: {READABLE}") from error
-
-
-def _is_video(header: bytes) -> bool:
-    """Whether the first bytes are those of a video container."""
-    if header[4:8] == b"ftyp":  # ISO media: MP4, MOV, 3GP and also AVIF and HEIC pictures
-        return header[8:12] not in PICTURE_BRANDS
-    return (
-        header.startswith((b"\x1a\x45\xdf\xa3", b"FLV\x01", b"OggS", b"\x00\x00\x01\xba", b"\x00\x00\x01\xb3", b"YUV4MPEG2"))
-        or (header.startswith(b"RIFF") and header[8:12] == b"AVI ")
-        or header.startswith(b"\x30\x26\xb2\x75\x8e\x66\xcf\x11")  # ASF, WMV
-        or header[4:8] in (b"moov", b"mdat", b"wide")  # QuickTime without a brand
-    )
+        raise InputError(
+            f"{name}: not an image that can be read (one of {', '.join(FORMATS)}). Fix: {READABLE['image']}"
+        ) from error
 
 
 def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:

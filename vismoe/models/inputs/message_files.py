@@ -4,7 +4,7 @@ This module checks only what a file adds (JSON, paths); the code that builds a p
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 ELSEWHERE = ("http://", "https://", "file://", "data:")
 
 
-def user_message(question: str, images: list["Image.Image"]) -> dict[str, Any]:
-    """A user's turn: its images, then its text."""
-    pictures = [{"type": "image", "image": image} for image in images]
+def user_message(question: str, seen: "Sequence[Image.Image | dict[str, Any]]") -> dict[str, Any]:
+    """A user's turn: its images and the message parts of its videos, then its text."""
+    pictures = [one if isinstance(one, dict) else {"type": "image", "image": one} for one in seen]
     return {"role": "user", "content": [*pictures, {"type": "text", "text": question}]}
 
 
@@ -36,7 +36,7 @@ def read_messages(file: str | Path) -> list[dict[str, Any]]:
 
 
 def placed(messages: Any, folder: Path, name: str) -> list[dict[str, Any]]:
-    """The messages, with relative image paths resolved in `folder`; `name` is the file, for errors."""
+    """The messages, with relative paths of images and videos resolved in `folder`; `name` is the file, for errors."""
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise InputError(f'{name}: not a conversation. Fix: write a list of messages, [{{"role": "user", "content": "Hello!"}}]')
 
@@ -45,23 +45,31 @@ def placed(messages: Any, folder: Path, name: str) -> list[dict[str, Any]]:
             return source
         return str(folder / Path(source).expanduser())
 
-    return with_images(messages, in_folder)
+    return with_sources(messages, in_folder, in_folder)
 
 
-def with_images(messages: list[dict[str, Any]], made: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """The messages, with each image source replaced by the result of `made`."""
-    return [_with_images(message, made) for message in messages]
+def with_sources(
+    messages: list[dict[str, Any]], image: Callable[[Any], Any], video: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
+    """The messages, with each image (also those that are frames of a video) and each video as these functions make it of its
+    source."""
+    return [_with_sources(message, image, video) for message in messages]
 
 
-def _with_images(message: dict[str, Any], made: Callable[[Any], Any]) -> dict[str, Any]:
+def _with_sources(message: dict[str, Any], image: Callable[[Any], Any], video: Callable[[Any], Any]) -> dict[str, Any]:
     from vismoe.models.inputs.qwen_images import image_source
+    from vismoe.models.inputs.qwen_videos import video_source
 
     def changed(part: Any) -> Any:
-        source = image_source(part) if isinstance(part, dict) else None
-        if source is None:
+        if not isinstance(part, dict):
             return part
-        rest = {name: value for name, value in part.items() if name not in ("type", "image", "image_url")}
-        return {"type": "image", "image": made(source), **rest}
+        rest = {name: value for name, value in part.items() if name not in ("type", "image", "image_url", "video", "video_url")}
+        if (source := image_source(part)) is not None:
+            return {"type": "image", "image": image(source), **rest}
+        if (source := video_source(part)) is not None:
+            made = [image(frame) for frame in source] if isinstance(source, list) else video(source)
+            return {"type": "video", "video": made, **rest}
+        return part
 
     parts = message.get("content")
     return {**message, "content": [changed(part) for part in parts]} if isinstance(parts, list) else message

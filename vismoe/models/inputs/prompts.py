@@ -22,10 +22,22 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, Processor
 from vismoe.errors import CheckpointError, ContextError, InputError
 from vismoe.models.family.checkpoint_files import refuse_other_vocabulary
 from vismoe.models.inputs.image_sizes import Look, Sight, area_look
+from vismoe.models.inputs.images import MAX_PIXELS
 from vismoe.models.inputs.processor import load_processor
 from vismoe.models.inputs.qwen_images import TOKENS_KEY, Picture, QwenImages, asked_size, image_source
+from vismoe.models.inputs.qwen_videos import (
+    Moment,
+    QwenVideos,
+    Video,
+    asked_video,
+    first_frames,
+    video_source,
+    with_moments,
+    with_second_frames,
+)
 from vismoe.models.inputs.responses import MessageParser, Spoken
 from vismoe.models.inputs.tools import Tools, further_of
+from vismoe.models.inputs.videos import OpenVideo, name_of_video, opened_video, video_file
 from vismoe.ranges import shown, unencodable
 
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs that give the kind of each token
@@ -160,6 +172,34 @@ class PromptBuilder:
         limits: dict[str, int] | None = self._pixel_limits(image_tokens).get("images_kwargs", {}).get("size")
         return area_look(self._image_processor, limits)
 
+    def video(
+        self,
+        part: Mapping[str, Any],
+        open_image: Callable[[Any], Image.Image],
+        image_tokens: tuple[int, int] | None = None,
+        context: int | None = None,
+        open_video: OpenVideo = video_file,
+    ) -> Video:
+        """The video of a message part, opened; parts of later prompts may name it instead of its source. Raises InputError."""
+        source = video_source(part)
+        if isinstance(source, Video):
+            return source
+        asked, videos = asked_video(part, isinstance(source, list | tuple)), self.videos(image_tokens, context)
+        if isinstance(source, list | tuple):
+            return videos.of_frames([open_image(frame) for frame in source], asked)
+        with open_video(source) as file, opened_video(file, name_of_video(source), MAX_PIXELS) as opened:
+            plan = videos.plan(opened.header, asked)
+            return plan.video(opened.frames(plan.indices))
+
+    def videos(self, image_tokens: tuple[int, int] | None, context: int | None) -> QwenVideos:
+        """How videos are seen. Raises InputError for a family that cannot see any here."""
+        if (videos := QwenVideos.of(self.processor, context, image_tokens)) is None:
+            raise InputError(
+                "this model cannot see videos here: Qwen3-VL's, Qwen3.5's and others with their processor can. "
+                "Fix: send frames as images"
+            )
+        return videos
+
     def _own_look(self, settings: Mapping[str, Any]) -> Look:
         """The look of an image processor that says it itself, with these settings."""
 
@@ -183,10 +223,12 @@ class PromptBuilder:
         context: int | None = None,
         tools: Tools | None = None,
         template: Mapping[str, Any] = MappingProxyType({}),
+        open_video: OpenVideo = video_file,
     ) -> Prompt:
         """Inputs for one conversation; a final message of the assistant is continued.
 
-        tools: that the model is told of; template: further variables of its chat template. Raises InputError for a conversation
+        tools: that the model is told of; template: further variables of its chat template. open_image, open_video: open what
+        message parts name. Raises InputError for a conversation
         that cannot be answered, and ContextError, before processing pixels, for images with more visual tokens than `context`.
         """
         if not isinstance(messages, list | tuple):
@@ -194,15 +236,11 @@ class PromptBuilder:
                 f"a conversation is a list of messages, not {shown(messages)}. "
                 "Fix: [{'role': 'user', 'content': 'What is a cache?'}]"
             )
-        images: list[Picture] = []
+        seen = Visuals(open_image, lambda part: self.video(part, open_image, image_tokens, context, open_video))
         plain: list[dict[str, Any]] = [
-            {
-                "role": _role(message),
-                "content": self._content(message, images, open_image),
-                **further_of(message),
-            }
-            for message in messages
+            {"role": _role(message), "content": self._content(message, seen), **further_of(message)} for message in messages
         ]
+        images = seen.pictures
         for message in plain:
             further = {name: value for name, value in message.items() if name not in ("role", "content")}
             self._without_placeholders(json.dumps(further, ensure_ascii=False))
@@ -217,12 +255,13 @@ class PromptBuilder:
                 message["content"] = "".join(part["text"] for part in message["content"])
         given = self._variables(tools, template)
         text, prompt_end = self._written(plain, given)
+        text = with_moments(text, seen.videos, self.processor) if seen.videos else text
         options = self._image_options(images, image_tokens, context) if images else {}
         try:
-            inputs: BatchFeature = self.processor(text=[text], return_tensors="pt", **options)
+            inputs = self._processed(text, options)
         except ValueError as error:  # e.g. an image two hundred times as wide as it is high
             raise InputError(f"the model's processor refuses this input: {error}. Fix: crop or resize the image") from error
-        prompt = self._prompt(inputs, tuple(picture.image for picture in images), options, text)
+        prompt = self._prompt(inputs, tuple(first_frames(picture.image for picture in images)), options, text)
         if self.spoken is None:
             return prompt
         return replace(prompt, parser=partial(MessageParser, self.spoken, prompt_end, given.get("tools", ())))
@@ -339,19 +378,24 @@ class PromptBuilder:
             tuple(_name(image, settings) for image in options.get("images", ())),
             _places(visual, len(images)),
             lambda numbers: self._image_inputs([options["images"][number] for number in numbers], options),
-            lambda: self.processor(text=[text], return_tensors="pt", **options),
+            lambda: self._processed(text, options),
         )
 
-    def _image_inputs(self, images: list[Image.Image], options: dict[str, Any]) -> BatchFeature:
+    def _processed(self, text: str, options: dict[str, Any]) -> BatchFeature:
+        """The model's inputs for a text and its images."""
+        images = options.get("images", ())
+        shown_first = {**options, "images": list(first_frames(images))} if images else options
+        made = self.processor(text=[text], return_tensors="pt", **shown_first)
+        return with_second_frames(made, images, lambda image: self._image_inputs([image], options))
+
+    def _image_inputs(self, images: list[Image.Image | Moment], options: dict[str, Any]) -> BatchFeature:
         """The model's inputs for these images, beside the tokens."""
         settings = options.get("images_kwargs", {})
-        made: BatchFeature = self.processor.image_processor(images=images, return_tensors="pt", **settings)
-        return made
+        made = self.processor.image_processor(images=list(first_frames(images)), return_tensors="pt", **settings)
+        return with_second_frames(made, images, lambda image: self._image_inputs([image], options))
 
-    def _content(
-        self, message: dict[str, Any], images: list[Picture], open_image: Callable[[Any], Image.Image]
-    ) -> list[dict[str, Any]]:
-        """Message parts in the template's form; opens images and appends them to `images` in order."""
+    def _content(self, message: dict[str, Any], seen: "Visuals") -> list[dict[str, Any]]:
+        """Message parts in the template's form; opens images and videos."""
         content = message.get("content")
         if not isinstance(content, str | list | tuple | None):
             raise InputError(
@@ -362,15 +406,17 @@ class PromptBuilder:
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
             kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
             if isinstance(part, dict) and (source := image_source(part)) is not None:
-                size = asked_size(part)
-                images.append(Picture(open_image(source), size))
+                seen.add_image(source, asked_size(part))
                 parts.append({"type": "image"})
+            elif isinstance(part, dict) and video_source(part) is not None:
+                seen.add_video(part)
+                parts.append({"type": "video"})
             elif kind == "text" and isinstance(part.get("text"), str):
                 parts.append({"type": "text", "text": self._without_placeholders(part["text"])})
             else:
                 raise InputError(
-                    f"a message part of type {shown(kind)} cannot be used (no video, no audio). "
-                    "Fix: {'type': 'text', 'text': ...} or {'type': 'image', 'image': ...}"
+                    f"a message part of type {shown(kind)} cannot be used (no audio). "
+                    "Fix: {'type': 'text', 'text': ...}, {'type': 'image', 'image': ...} or {'type': 'video', 'video': ...}"
                 )
         if not parts and not message.get("tool_calls"):
             raise InputError(f"a {message['role']} message has no content. Fix: give it a text, or leave the message out")
@@ -407,9 +453,15 @@ class PromptBuilder:
             return {"images": images, "images_kwargs": settings}
         asked = [qwen.asked(picture.size, image_tokens) for picture in pictures]
         again = qwen.again and not image_tokens and not any(TOKENS_KEY in picture.size for picture in pictures)
-        looks = (qwen.look(size, again)(*picture.image.size) for picture, size in zip(pictures, asked))
-        _refuse_beyond(sum(seen.tokens for seen in looks), context)
-        images = [qwen.resized(picture.image, size) for picture, size in zip(pictures, asked)]
+
+        def tokens_of(image: Image.Image | Moment, size: Mapping[str, int]) -> int:
+            if isinstance(image, Moment):
+                return image.size[0] * image.size[1] // qwen.side**2
+            return qwen.look(size, again)(*image.size).tokens
+
+        whole = [(picture.image, size) for picture, size in zip(pictures, asked)]
+        _refuse_beyond(sum(tokens_of(image, size) for image, size in whole), context)
+        images = [image if isinstance(image, Moment) else qwen.resized(image, size) for image, size in whole]
         resize = {} if again else {"images_kwargs": {"do_resize": False}}
         return {"images": images, **resize}
 
@@ -423,6 +475,21 @@ class PromptBuilder:
             raise InputError(f"--image-tokens: the image processor of this family ({type(images).__name__}) has a fixed size")
         least, most = image_tokens
         return {"images_kwargs": {"size": {"shortest_edge": least * side**2, "longest_edge": most * side**2}}}
+
+
+class Visuals:
+    """What a conversation shows, opened, in its order: images, and of each video its moments."""
+
+    def __init__(self, open_image: Callable[[Any], Image.Image], open_video: Callable[[Mapping[str, Any]], Video]):
+        self.pictures, self.videos = list[Picture](), list[Video]()
+        self._open_image, self._open_video = open_image, open_video
+
+    def add_image(self, source: Any, size: Mapping[str, Any]) -> None:
+        self.pictures.append(Picture(self._open_image(source), size))
+
+    def add_video(self, part: Mapping[str, Any]) -> None:
+        self.videos.append(self._open_video(part))
+        self.pictures += [Picture(moment) for moment in self.videos[-1].moments]
 
 
 def _refuse_range(image_tokens: tuple[int, int] | None) -> None:

@@ -46,7 +46,7 @@ RESIZES_AGAIN = {
 class Picture:
     """An image of a conversation; `size`: the size options of its message part, as `asked_size` reads them."""
 
-    image: Image.Image
+    image: Any  # an image, or a Moment of a video, which is sized already
     size: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -63,7 +63,7 @@ def asked_size(part: Mapping[str, Any]) -> dict[str, Any]:
     """The size options of an image's message part. Raises InputError for invalid ones."""
     given = {name: value for name, value in part.items() if value is not None}
     if film := sorted(given.keys() & VIDEO_KEYS):
-        raise InputError(f"{', '.join(film)}: options of a video, but only images are supported. Fix: leave it out")
+        raise InputError(f"{', '.join(film)}: options of a video, not of an image. Fix: leave it out")
     if unknown := sorted(map(str, given.keys() - {"type", "image", "image_url", TOKENS_KEY, *SIZE_KEYS})):
         words = ", ".join((TOKENS_KEY, *SIZE_KEYS))
         raise InputError(f"an image has no option {', '.join(unknown)[:200]}. Fix: leave it out; sizes are {words}")

@@ -26,7 +26,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 Hold = Callable[[int], Awaitable[None]]
 
 PORTS = {"http": 80, "https": 443}
-HEADERS = (("User-Agent", "vismoe"), ("Accept", "image/*"), ("Accept-Encoding", "identity"))
+HEADERS = (("User-Agent", "vismoe"), ("Accept", "image/*, video/*"), ("Accept-Encoding", "identity"))
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 3
 MAX_URL_CHARACTERS = 4096

@@ -54,6 +54,10 @@ FRAME_BYTES = 64  # per pixel of a frame, of a video decoder's frames and the pi
 WEBP_CANVAS_BYTES = 8  # address space per pixel that the decoder reserves because of the header and does not touch
 PIECE_BYTES = 3 * 2**16  # of one write to a pipe
 BLANKS = bytes(range(9, 14)) + b" "
+SIMPLER = {
+    "image": "send it as a plain PNG or JPEG",
+    "video": "a shorter or smaller MP4, fewer frames, or a server with a longer --image-timeout",
+}
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 
 Result = TypeVar("Result")
@@ -134,8 +138,8 @@ class Decoder:
         except (OSError, EOFError) as error:
             self.close()
             reason = f"it took longer than {timeout_s:.3g} s" if late.is_set() else "it needs too much memory or is damaged"
-            what, fix = ("video", "a shorter or smaller MP4") if task.is_video else ("image", "send it as a plain PNG or JPEG")
-            raise InputError(f"the {what} could not be decoded: {reason}. Fix: {fix}") from error
+            what = "video" if task.is_video else "image"
+            raise InputError(f"the {what} could not be decoded: {reason}. Fix: {SIMPLER[what]}") from error
         finally:
             if task.is_video:
                 self.close()

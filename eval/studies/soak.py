@@ -10,13 +10,16 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,7 +29,7 @@ from rich.table import Table
 
 from vismoe.app.options import ServeOptions
 from vismoe.config import format_bytes
-from vismoe.engine.engine import Engine, load
+from vismoe.engine.engine import Engine, demo_model, load
 from vismoe.errors import VisMoEError
 from vismoe.eval.report import study_parser
 
@@ -34,6 +37,13 @@ SAMPLE_S = 1.0
 SCRAPE_SAMPLES = 5  # /metrics is read at every fifth sample
 SETTLE_S = 60.0  # time for the last requests to end
 WARM_SAMPLES = 60  # least samples of a run for a check of growth
+OF_TOOLS = """{%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ (tool | tojson) + '\n' }}{% endfor %}
+{{- '<tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call><|im_end|>\n' }}{% endif %}
+"""
+TURN_ENDS = "{{- '<|im_end|>\\n' }}"
+OF_CALLS = """{%- for call in message.tool_calls or () %}
+{{- '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}{% endfor %}
+"""
 GROWTH_BYTES = 32 * 2**20  # limit between the second and the last third; leaking one prompt's cache per request would be far more
 
 
@@ -76,9 +86,22 @@ def serving(engine: Engine) -> Iterator[tuple[Any, str]]:
             thread.join()
 
 
+@contextlib.contextmanager
+def model_with_tools() -> Iterator[Path]:
+    """The demo model with a chat template that also writes tools and calls, in the form of Qwen's."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "demo-model"
+        shutil.copytree(demo_model(), model, copy_function=os.symlink)
+        template = model / "chat_template.jinja"
+        text = template.read_text()
+        template.unlink()
+        template.write_text(OF_TOOLS + text.replace(TURN_ENDS, OF_CALLS + TURN_ENDS, 1))
+        yield model
+
+
 def study(clients: int, minutes: float, seed: int, **settings: Any) -> dict[str, Any]:
     """Results of a soak: counts of the clients, samples, and `failures`, a sentence for each failed check."""
-    with load(**settings) as engine, serving(engine) as (app, url):
+    with model_with_tools() as model, load(model, **settings) as engine, serving(engine) as (app, url):
         before = _sample(engine, 0.0)
         asking = [sys.executable, "-m", "vismoe.eval.studies.soak_clients", url, "--clients", str(clients), "--seed", str(seed)]
         with subprocess.Popen([*asking, "--seconds", str(60 * minutes)], stdout=subprocess.PIPE, text=True) as process:
@@ -186,7 +209,7 @@ def _of_books(engine: Engine) -> Iterator[str]:
 def print_table(figures: dict[str, Any]) -> None:
     told, console = figures["told"] or {}, Console()
     table = Table(title=f"{figures['clients']} clients for {figures['minutes']:g} minutes", show_header=False)
-    for name in ("answered", "other doors", "cancelled", "refused", "sent away", "wrong"):
+    for name in ("answered", "other doors", "with a video", "called", "cancelled", "refused", "sent away", "wrong"):
         table.add_row(f"requests {name}", f"{told.get(name, 0):,}")
     table.add_row(
         "answers compared with those alone", f"{told.get('compared', 0):,} of {told.get('requests_alone', 0):,} requests"

@@ -6,7 +6,8 @@ Each client asks, asks again about the same image, streams or waits, hangs up ea
 numbers decide. The clients also check the server's answers: a good request must get an answer of the right form, a bad one a 4xx
 in OpenAI's form. Half of the first questions that are greedy or have a seed ask for no reuse of earlier keys and values, so that
 their answers may not depend on the others': when all clients are done, the same is asked once more, alone. Some questions go
-through the other doors, whose answers may not differ either. The last line is one JSON object: counts, times and errors.
+through the other doors, whose answers may not differ either; some show a video, and some demand a call of a function. The last
+line is one JSON object: counts, times and errors.
 """
 
 import asyncio
@@ -33,8 +34,11 @@ MOST_TOKENS = 48
 CANCELLED = 0.45  # share of the good requests; some of these are answered earlier
 BAD = 0.1  # share of all requests
 CHECKED = 0.5  # share of the first questions whose answers are compared with those of being alone, where they are repeatable
+VIDEO_EVERY = 4  # of the conversations about a picture, one shows it as a video
+CALLED = 0.3  # share of the questions before which a call is demanded
+CALL_TOKENS = 200
 GREETINGS = ("Hello!", "What can you see?", "Thanks.")
-KINDS_OF_REQUESTS = ("answered", "cancelled", "refused", "sent away", "compared", "other doors")
+KINDS_OF_REQUESTS = ("answered", "cancelled", "refused", "sent away", "compared", "other doors", "with a video", "called")
 SHOWN = 10  # most errors in the report
 
 
@@ -50,6 +54,35 @@ def as_message(chat: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     turns = [{**turn, "content": [_block(part) for part in _parts(turn)]} for turn in chat["messages"]]
     taken = {name: chat[name] for name in ("model", "temperature", "top_p", "max_tokens") if name in chat}
     return "/messages", {**taken, **chat["extra_body"], "messages": turns, "stop_sequences": chat.get("stop")}
+
+
+def tool_bodies(chat: dict[str, Any], tool: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Bodies that demand one call of a function, by address."""
+    function = tool["function"]
+    named, described = function["name"], {**function, "type": "function"}
+    respond, message = as_response(chat)[1], as_message(chat)[1]
+    whole = {**{name: value for name, value in chat.items() if name != "extra_body"}, **chat["extra_body"], "tools": [tool]}
+    one: dict[str, Any] = {"parallel_tool_calls": False}
+    of_message = {"name": named, "description": function["description"], "input_schema": function["parameters"]}
+    return {
+        "/chat/completions": {**whole, **one, "tool_choice": {"type": "function", "function": {"name": named}}},
+        "/responses": {**respond, **one, "tools": [described], "tool_choice": {"type": "function", "name": named}},
+        "/messages": {
+            **message,
+            "tools": [of_message],
+            "tool_choice": {"type": "tool", "name": named, "disable_parallel_tool_use": True},
+        },
+    }
+
+
+def called(address: str, answer: Any) -> list[tuple[str, str]]:
+    """The calls in an answer: names, and arguments in JSON."""
+    if address == "/responses":
+        return [(item["name"], item["arguments"]) for item in answer["output"] if item["type"] == "function_call"]
+    if address == "/messages":
+        return [(block["name"], json.dumps(block["input"])) for block in answer["content"] if block["type"] == "tool_use"]
+    calls = [call["function"] for call in answer["choices"][0]["message"].get("tool_calls") or ()]
+    return [(call["name"], call["arguments"]) for call in calls]
 
 
 def _parts(turn: dict[str, Any]) -> list[dict[str, Any]]:
@@ -109,7 +142,11 @@ def talks(seed: int) -> list[list[dict[str, Any]]]:
     for number in range(SCENES):
         talk = conversation(kinds[number % len(kinds)], "held-out", 1000 * seed + number)
         turns: list[dict[str, Any]] = [{"role": "user", "content": turn.question} for turn in talk.turns]
-        pictures = [{"type": "image_url", "image_url": {"url": _uri(compose(scene))}} for scene in talk.scenes]
+        pictures: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": _uri(compose(scene))}} for scene in talk.scenes
+        ]
+        if pictures and number % VIDEO_EVERY == 0:
+            pictures = [{"type": "video_url", "video_url": {"url": _clip(compose(talk.scenes[0]))}, "max_frames": 4}]
         turns[0]["content"] = [*pictures, {"type": "text", "text": turns[0]["content"]}]
         made.append(turns)
     return [*made, *([{"role": "user", "content": text}] for text in GREETINGS)]
@@ -120,6 +157,34 @@ def _uri(image: Any) -> str:
     image.save(encoded, "PNG")
     return "data:image/png;base64," + base64.b64encode(encoded.getvalue()).decode()
 
+
+def _clip(image: Any) -> str:
+    """A video of one second, in which nothing moves."""
+    import av
+
+    encoded = io.BytesIO()
+    with av.open(encoded, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height = image.width // 2 * 2, image.height // 2 * 2
+        for frame in (*([av.VideoFrame.from_image(image)] * 8), None):
+            for packet in stream.encode(frame):
+                container.mux(packet)
+    return "data:video/mp4;base64," + base64.b64encode(encoded.getvalue()).decode()
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "count",
+        "description": "Counts what is in a picture.",
+        "parameters": {
+            "type": "object",
+            "properties": {"kind": {"enum": ["dog", "cat", "tree"]}, "most": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["kind", "most"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 BAD_REQUESTS: tuple[dict[str, Any], ...] = (
     {"messages": []},
@@ -171,7 +236,14 @@ class Client:
             if checked := not messages[1:] and "top_p" not in sampling and self._rng.random() < CHECKED:
                 own["reuse"] = False
             options = {"messages": list(messages), "model": self._model, **sampling, "extra_body": {"vismoe": own}}
-            ask = self._rng.choice((self._stream, self._stream, self._wait, self._elsewhere))
+            if any(part["type"] == "video_url" for turn in messages for part in _parts(turn)):
+                self._told.counts["with a video"] += 1
+                doors = [self._stream, self._wait]  # the other doors take no videos
+            else:
+                doors = [self._stream, self._stream, self._wait, self._elsewhere]
+                if self._rng.random() < CALLED:
+                    await self._call({**options, "max_tokens": CALL_TOKENS})
+            ask = self._rng.choice(doors)
             said = await ask({**options, "max_tokens": self._rng.randint(1, MOST_TOKENS)})
             if said is None:
                 self._told.counts["cancelled"] += 1
@@ -226,6 +298,20 @@ class Client:
         blocks = answer["content"] if other is as_message else [part for item in answer["output"] for part in item["content"]]
         cut = answer["stop_reason"] == "max_tokens" if other is as_message else answer["status"] == "incomplete"
         return WholeAnswer("".join(block["text"] for block in blocks), "length" if cut else "stop")
+
+    async def _call(self, options: dict[str, Any]) -> None:
+        """Demands a call through any door; it follows the function's schema, whatever the model makes of the question."""
+        address, body = self._rng.choice(list(tool_bodies(options, TOOL).items()))
+        answer: Any = await self._api.post(address, body=body, cast_to=object)
+        self._told.counts["called"] += 1
+        try:
+            ((name, arguments),) = called(address, answer)
+            given = json.loads(arguments)
+            right = name == "count" and given["kind"] in ("dog", "cat", "tree") and 0 <= given["most"] <= 9 and len(given) == 2
+        except (ValueError, KeyError, TypeError):
+            right = False
+        if not right:
+            self._told.wrong.append(f"a call that is none: {address} {answer}"[:300])
 
     async def _stream(self, options: dict[str, Any]) -> WholeAnswer | None:
         began_s = time.monotonic()

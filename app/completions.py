@@ -30,7 +30,7 @@ from vismoe.app.costs import (
     prompts_bytes,
     text_bytes,
 )
-from vismoe.app.images import Asked, AskedImage, AskedVideo, ImageIntake
+from vismoe.app.images import Asked, AskedDocument, AskedImage, AskedVideo, ImageIntake
 from vismoe.app.messages import CountRequest, MessagesRequest
 from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import LARGE_BODY_BYTES, MemoryKind, MemoryShare
@@ -194,13 +194,14 @@ class Completions:
             json.dumps(given) for given in (request.model_dump(include={"tools"})["tools"], request.chat_template_kwargs) if given
         ]
         self._check_length(sum(map(len, texts)), "messages")
-        images = iter(await self._seen(request, share, image_tokens, text_bytes(texts)))
+        seen = iter(await self._seen(request, share, image_tokens, text_bytes(texts)))
         return [
             {
                 "role": "system" if message.role == "developer" else message.role,
                 "content": [
-                    {"type": "text", "text": part.text} if part.source is None else next(images)
+                    made
                     for part in message.content or [EMPTY]
+                    for made in ([{"type": "text", "text": part.text}] if part.source is None else next(seen))
                 ],
                 **message.further,
             }
@@ -209,8 +210,8 @@ class Completions:
 
     async def _seen(
         self, request: ChatRequest, share: MemoryShare, image_tokens: tuple[int, int] | None, of_text: int
-    ) -> list[dict[str, Any]]:
-        """The engine's message parts of a request's images and videos."""
+    ) -> list[list[dict[str, Any]]]:
+        """The engine's message parts of each image, video and document of a request."""
         prompts, context, tokens = self._engine.prompts, self._engine.plan.context, 0
         low = prompts.low_detail(image_tokens)
 
@@ -227,7 +228,10 @@ class Completions:
                 source, videos = part.source, prompts.videos(image_tokens, context) if part.is_video else None
                 options = {**part.video_options, **size} if videos else size or (low if part.low_detail else {})
                 parts.append({"type": "video" if videos else "image", **options})
-                if videos is None:
+                if part.file is not None:
+                    look, most = prompts.look(image_tokens, options), self._options.max_images
+                    asked.append(AskedDocument(str(source), look, most))
+                elif videos is None:
                     asked.append(AskedImage(str(source), prompts.look(image_tokens, options)))
                 elif isinstance(source, list):
                     look = videos.look(len(source), options)
@@ -238,10 +242,13 @@ class Completions:
         except InputError as error:
             raise ApiError(400, str(error), "messages", "invalid_image") from error
         sources = (given.source for given in request.pictures)
-        return [
-            part | {part["type"]: [next(opened) for _ in source] if isinstance(source, list) else next(opened)}
-            for source, part in zip(sources, parts)
-        ]
+        made = []
+        for source, options in zip(sources, parts):
+            one: Any = [next(opened) for _ in source] if isinstance(source, list) else next(opened)
+            kind = options["type"]
+            pages = one if kind == "image" and isinstance(one, list) else [one]
+            made.append([options | {kind: page} for page in pages])
+        return made
 
     def _chat_options(self, request: ChatRequest) -> RequestOptions:
         options, context = self._request_options(request, self._options.image_tokens), self._engine.plan.context

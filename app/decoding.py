@@ -1,11 +1,12 @@
-"""Decodes untrusted pictures and videos in separate processes. What is slow, too large or crashes a decoder harms only itself.
+"""Decodes untrusted pictures, videos and documents in separate processes: what is slow, too large or crashes a decoder harms
+only itself.
 
 A thread cannot be stopped, and a few kilobytes can keep a decoder busy for minutes (a JPEG with thousands of scans over many
 pixels). A process can: a late one is killed and the next picture gets a new one, so a hostile picture occupies a decoder for at
 most `timeout_s`. A bug in a C decoder does not reach the server. Before decoding, memory is limited to what the picture's header
 requires (`decoding_bytes`): a picture that needs more fails. The process also reduces the picture, so that the result is no
 larger than requested. A process takes 0.2 s to start and `PROCESS_BYTES`; the first picture starts it, and it is then kept. After
-a video it is ended, because the libraries that read videos would stay in its memory.
+a video or a document it is ended, because the libraries that read these would stay in its memory.
 
 Messages, little endian: a request is `REQUEST`, the numbers of frames, and the source's bytes; an answer is `ANSWER` and a header
 in JSON, pixels by bands of rows, or an error's text, and for a video as many answers as frames, or until an error. The process
@@ -36,7 +37,8 @@ from typing import IO, Any, TypeVar
 from PIL import Image
 
 from vismoe.app.allocator import trim
-from vismoe.errors import InputError
+from vismoe.errors import ConfigError, InputError
+from vismoe.models.inputs.documents import opened_document
 from vismoe.models.inputs.images import look_at, open_image
 from vismoe.models.inputs.rgb import Header, decoding_bytes
 from vismoe.models.inputs.sources import data_uri_payload
@@ -51,11 +53,14 @@ SLACK_BYTES = 24 * 2**20  # further memory beside the picture: decoder tables, t
 LIBRARY_BYTES = 160 * 2**20  # address space of the libraries that read videos; 127 MiB with PyAV 15
 VIDEO_BYTES = 32 * 2**20  # memory of these libraries, 19 MiB, and of their tables
 FRAME_BYTES = 64  # per pixel of a frame, of a video decoder's frames and the picture: up to 58 with five codecs, one thread
+PAGE_BYTES = 64 * 2**20  # of a document's library, and for the fonts and pictures in it
+PAGE_PIXEL_BYTES = 12  # per pixel of a page: as it is drawn, and twice as a picture
 WEBP_CANVAS_BYTES = 8  # address space per pixel that the decoder reserves because of the header and does not touch
 PIECE_BYTES = 3 * 2**16  # of one write to a pipe
 BLANKS = bytes(range(9, 14)) + b" "
 SIMPLER = {
     "image": "send it as a plain PNG or JPEG",
+    "document": "a smaller PDF, or its pages as images",
     "video": "a shorter or smaller MP4, fewer frames, or a server with a longer --image-timeout",
 }
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
@@ -71,15 +76,23 @@ class DecoderTask(IntEnum):
     PICTURE = 1
     LOOK_AT_VIDEO = 2
     FRAMES = 3
+    LOOK_AT_DOCUMENT = 4
+    PAGES = 5
 
     @property
-    def is_video(self) -> bool:
-        return self >= DecoderTask.LOOK_AT_VIDEO
+    def kind(self) -> str:
+        """What is decoded."""
+        return ("image", "video", "document")[self // 2]
 
 
 def video_decoding_bytes(header: VideoHeader) -> int:
     """The most memory that decoding a video needs in its process, beside the encoded bytes."""
     return VIDEO_BYTES + FRAME_BYTES * header.width * header.height
+
+
+def document_decoding_bytes(pixels: int) -> int:
+    """The most memory that drawing a page of so many pixels needs in its process, beside the encoded bytes."""
+    return PAGE_BYTES + PAGE_PIXEL_BYTES * pixels
 
 
 class Decoder:
@@ -110,6 +123,16 @@ class Decoder:
         with self._asked(DecoderTask.FRAMES, source, max_pixels, timeout_s, indices=indices) as process:
             return see(_picture(process) for _ in indices)
 
+    def look_at_document(self, source: str | bytes, max_pixels: int, timeout_s: float) -> list[tuple[int, int]]:
+        """The sides of the pages of a PDF. Raises InputError, as `look` does."""
+        with self._asked(DecoderTask.LOOK_AT_DOCUMENT, source, max_pixels, timeout_s) as process:
+            return [(width, height) for width, height in _told(process)["pages"]]
+
+    def pages(self, source: str | bytes, max_pixels: int, timeout_s: float, reduces: Sequence[int]) -> list[Image.Image]:
+        """All pages of a PDF, with their sides divided by these numbers. Raises InputError, as `look` does."""
+        with self._asked(DecoderTask.PAGES, source, max_pixels, timeout_s, indices=reduces) as process:
+            return [_picture(process) for _ in reduces]
+
     @contextlib.contextmanager
     def _asked(
         self,
@@ -138,10 +161,9 @@ class Decoder:
         except (OSError, EOFError) as error:
             self.close()
             reason = f"it took longer than {timeout_s:.3g} s" if late.is_set() else "it needs too much memory or is damaged"
-            what = "video" if task.is_video else "image"
-            raise InputError(f"the {what} could not be decoded: {reason}. Fix: {SIMPLER[what]}") from error
+            raise InputError(f"the {task.kind} could not be decoded: {reason}. Fix: {SIMPLER[task.kind]}") from error
         finally:
-            if task.is_video:
+            if task.kind != "image":
                 self.close()
             alarm.cancel()
             alarm.join()
@@ -212,7 +234,7 @@ def _ask(
     """Sends a request. Raises OSError if the process dies."""
     assert process.stdin is not None
     is_uri = isinstance(source, str)
-    begin = data_uri_payload(source, "video" if task.is_video else "image") if isinstance(source, str) else 0
+    begin = data_uri_payload(source, task.kind) if isinstance(source, str) else 0
     process.stdin.write(REQUEST.pack(task, is_uri, max_pixels, reduce, len(indices), len(source) - begin))
     process.stdin.write(array("I", indices).tobytes())
     for start in range(begin, len(source), PIECE_BYTES):  # in pieces, to avoid a second copy
@@ -283,7 +305,7 @@ def main() -> None:
         try:
             data = _of_base64(_pieces(requests, size_bytes)) if is_base64 else _exactly(requests, size_bytes)
             answers.writelines(_answers(DecoderTask(task), data, own_bytes, max_pixels, reduce, indices))
-        except InputError as error:
+        except (InputError, ConfigError) as error:  # ConfigError: a package is missing
             text = str(error).encode()
             answers.writelines((ANSWER.pack(False, 0, 0, len(text)), text))
         data = b""
@@ -297,8 +319,8 @@ def _answers(
 ) -> Iterator[bytes]:
     """The answers to a request. Raises InputError before a piece of an answer."""
     allowed_bytes = own_bytes + 2 * len(data) + SLACK_BYTES
-    if task.is_video:
-        yield from _of_video(data, allowed_bytes, max_pixels, indices)
+    if task.kind != "image":
+        yield from (_of_video if task.kind == "video" else _of_document)(data, allowed_bytes, max_pixels, indices)
         return
     _allow(allowed_bytes + (WEBP_CANVAS_BYTES * max_pixels if data[8:12] == b"WEBP" else 0))
     found = look_at(data, max_pixels)
@@ -321,8 +343,22 @@ def _of_video(data: bytes, allowed_bytes: int, max_pixels: int, indices: Sequenc
             yield from _pixels(frame)
 
 
+def _of_document(data: bytes, allowed_bytes: int, max_pixels: int, reduces: Sequence[int]) -> Iterator[bytes]:
+    """The sides of all pages, or the pages with their sides divided by these numbers."""
+    _allow(allowed_bytes + LIBRARY_BYTES + document_decoding_bytes(max_pixels))
+    with opened_document(data, "the document", max_pixels) as document:
+        if not reduces:
+            yield from _json({"pages": document.pages})
+        for number, reduce in enumerate(reduces):
+            yield from _pixels(document.page(number, reduce))
+
+
 def _header(header: Header | VideoHeader) -> Iterator[bytes]:
-    text = json.dumps(dataclasses.asdict(header)).encode()
+    return _json(dataclasses.asdict(header))
+
+
+def _json(told: dict[str, Any]) -> Iterator[bytes]:
+    text = json.dumps(told).encode()
     yield ANSWER.pack(True, 0, 0, len(text))
     yield text
 

@@ -5,7 +5,7 @@ Promises: data: URIs are always accepted, http(s) URLs and files only if the ser
 seconds of a request's images are bounded, each before the work that it bounds; error texts may be shown to any client. Nothing
 blocks the event loop. All headers are read before anything is decoded; then the request reserves the memory for all pictures at
 once, and they are decoded one after another, no larger than the model sees them. A video counts as an image, but may have as many
-bytes as all images of a request. Sizes are bytes, times seconds.
+bytes as all images of a request; so may a PDF document, whose pages become images. Sizes are bytes, times seconds.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from PIL import Image
 
 from vismoe.app.costs import PictureCost, picture_cost, pictures_bytes, video_cost
-from vismoe.app.decoding import Decoder, Decoders
+from vismoe.app.decoding import Decoder, Decoders, document_decoding_bytes
 from vismoe.app.local_images import LocalImages
 from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import DECODERS, MemoryKind, MemoryShare
@@ -29,6 +29,7 @@ from vismoe.models.inputs.image_addresses import address_error, beginning
 from vismoe.models.inputs.image_sizes import Look
 from vismoe.models.inputs.qwen_videos import QwenVideos, Video
 from vismoe.models.inputs.remote_images import RemoteImages
+from vismoe.models.inputs.rgb import Header
 
 OF_A_REQUEST = 4  # a request's images together may have this many times the bytes and pixels of one image
 DATA_URI_HEADER_CHARACTERS = 128
@@ -72,7 +73,7 @@ class Opening:
 
     pixels: int
     cost: PictureCost
-    open: Callable[[Decoder, str | bytes, int, float], Image.Image | Video]
+    open: Callable[[Decoder, str | bytes, int, float], "Opened"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class AskedImage:
     url: str
     look: Look
     counts: bool = True
-    is_video: ClassVar[bool] = False
+    kind: ClassVar[str] = "image"
 
     def opening(self, decoder: Decoder, source: str | bytes, max_pixels: int, seconds: float) -> Opening:
         """From its header. Raises InputError."""
@@ -99,7 +100,7 @@ class AskedVideo:
     videos: QwenVideos
     options: Mapping[str, Any]
     counts: ClassVar[bool] = True
-    is_video: ClassVar[bool] = True
+    kind: ClassVar[str] = "video"
 
     def opening(self, decoder: Decoder, source: str | bytes, max_pixels: int, seconds: float) -> Opening:
         """From its header. Raises InputError."""
@@ -111,7 +112,31 @@ class AskedVideo:
         )
 
 
-Asked = AskedImage | AskedVideo
+@dataclass(frozen=True)
+class AskedDocument:
+    """A PDF that a request names, whose pages the model sees as `look` says. most_pages: the server's limit of images."""
+
+    url: str
+    look: Look
+    most_pages: int
+    counts: ClassVar[bool] = True
+    kind: ClassVar[str] = "document"
+
+    def opening(self, decoder: Decoder, source: str | bytes, max_pixels: int, seconds: float) -> Opening:
+        """From the sizes of its pages. Raises InputError."""
+        pages = decoder.look_at_document(source, max_pixels, seconds)
+        if len(pages) > self.most_pages:
+            raise InputError(f"the document has {len(pages)} pages, but the limit is {self.most_pages} images. Fix: fewer pages")
+        costs = [picture_cost(Header(*sides, "PDF", "RGB"), self.look) for sides in pages]
+        largest = max(width * height for width, height in pages)
+        decoding = document_decoding_bytes(largest)
+        tokens, kept, building = (sum(getattr(cost, name) for cost in costs) for name in ("tokens", "kept", "building"))
+        cost = PictureCost(1, tokens, decoding, kept, building)
+        return Opening(largest, cost, lambda decoder, *given: decoder.pages(*given, [cost.reduce for cost in costs]))
+
+
+Asked = AskedImage | AskedVideo | AskedDocument
+Opened = Image.Image | Video | list[Image.Image]
 
 
 class ImageIntake:
@@ -129,8 +154,9 @@ class ImageIntake:
         share: MemoryShare,
         of_text: int = 0,
         seen: Callable[[PictureCost], None] = lambda cost: None,
-    ) -> list[Image.Image | Video]:
-        """The images and videos of one request, in order: data: URIs, http(s) URLs, file:// URLs or paths in the image folder.
+    ) -> list[Opened]:
+        """The images, videos and documents of one request, in order: data: URIs, http(s) or file:// URLs, or paths in the image
+        folder.
 
         `share` grows by their memory, and by `of_text`, before any of them is decoded; `seen` is told each cost, and may raise.
         Raises InputError for the first image that cannot be opened, and if all together are too large; ApiError if there is no
@@ -150,7 +176,7 @@ class ImageIntake:
                 seen(opening.cost)
         costs = [opening.cost for opening in openings]
         await share.grow(MemoryKind.PICTURES, pictures_bytes(costs, of_text))
-        images = []
+        images = list[Opened]()
         for number, opening in enumerate(openings, 1):
             with said_of(number, len(asked)):
                 if allowance.decode_s <= 0:
@@ -181,7 +207,9 @@ class ImageIntake:
 
     async def _source(self, asked: Asked, left: Allowance, share: MemoryShare) -> str | bytes:
         """A data: URI of an allowed size, or the encoded bytes at a URL or path."""
-        url, max_bytes = asked.url, left.image_bytes if asked.is_video else min(self.limits.max_image_bytes, left.image_bytes)
+        url, max_bytes = asked.url, left.image_bytes
+        if asked.kind == "image":
+            max_bytes = min(max_bytes, self.limits.max_image_bytes)
         scheme = SCHEME.match(url)
         if wrong := address_error(url):
             raise InputError(wrong)

@@ -54,7 +54,34 @@ class ImageBlock(Hinted):
         return [{"type": "image_url", "image_url": {"url": url or ""}}]
 
 
-Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+class DocumentSource(Strict):
+    """Of type text: the text itself; otherwise a PDF."""
+
+    type: Literal["base64", "url", "text"]
+    media_type: Literal["application/pdf", "text/plain"] | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class DocumentBlock(Hinted):
+    """title, context: given to the model before the document."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    citations: dict[Literal["enabled"], Literal[False]] | None = None
+
+    def parts(self) -> list[Json]:
+        source, about = self.source, [TextBlock(type="text", text=f"{text}\n") for text in (self.title, self.context) if text]
+        if source.type == "text":
+            return _parts([*about, TextBlock(type="text", text=source.data or "")])
+        data = source.url if source.type == "url" else f"data:application/pdf;base64,{source.data or ''}"
+        return [*_parts(about), {"type": "file", "file": {"file_data": data or ""}}]
+
+
+Visible = TextBlock | ImageBlock | DocumentBlock
+Shown = Annotated[Visible, Field(discriminator="type")]
 
 
 class ToolUse(Hinted):
@@ -87,7 +114,7 @@ class RedactedThinking(Strict):
     data: str
 
 
-Block = Annotated[TextBlock | ImageBlock | ToolUse | ToolResult | Thinking | RedactedThinking, Field(discriminator="type")]
+Block = Annotated[Visible | ToolUse | ToolResult | Thinking | RedactedThinking, Field(discriminator="type")]
 
 
 class Turn(Strict):
@@ -98,12 +125,12 @@ class Turn(Strict):
         """Tool results come before what the user says. Raises ApiError for a block that belongs to another role."""
         blocks = self.content
         of_role = {"assistant": (TextBlock, ToolUse, Thinking, RedactedThinking), "system": (TextBlock,)}
-        allowed = of_role.get(self.role, (TextBlock, ImageBlock, ToolResult))
+        allowed = of_role.get(self.role, (Visible, ToolResult))
         for block in blocks:
             if not isinstance(block, allowed):
                 raise ApiError(400, f"a block of type {block.type} does not belong to the role {self.role}", "messages")
         yield from (block.message() for block in blocks if isinstance(block, ToolResult))
-        shown = _parts([block for block in blocks if isinstance(block, TextBlock | ImageBlock)])
+        shown = _parts([block for block in blocks if isinstance(block, Visible)])
         calls = [
             {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json.dumps(block.input)}}
             for block in blocks
@@ -116,7 +143,7 @@ class Turn(Strict):
             yield {"role": self.role, "content": shown or None, **further}
 
 
-def _parts(blocks: Sequence[TextBlock | ImageBlock]) -> list[Json]:
+def _parts(blocks: Sequence[Visible]) -> list[Json]:
     return [part for block in blocks for part in block.parts()]
 
 

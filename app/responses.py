@@ -63,6 +63,20 @@ class InputImage(Nulls):
         return {"type": "image_url", "image_url": {"url": self.image_url or "", "detail": detail}}
 
 
+class InputFile(Nulls):
+    """A PDF document. filename, detail: taken, and not used."""
+
+    type: Literal["input_file"]
+    file_data: str | None = None
+    file_url: str | None = None
+    file_id: None = None  # nothing is stored
+    filename: str | None = None
+    detail: str | None = None
+
+    def part(self) -> Json:
+        return {"type": "file", "file": {"file_data": self.file_data or self.file_url or ""}}
+
+
 class RefusalPart(Nulls):
     type: Literal["refusal"]
     refusal: str
@@ -71,7 +85,7 @@ class RefusalPart(Nulls):
         return {"type": "text", "text": self.refusal}
 
 
-Content = Annotated[InputText | InputImage | RefusalPart, Field(discriminator="type")]
+Content = Annotated[InputText | InputImage | InputFile | RefusalPart, Field(discriminator="type")]
 
 
 def _as_content(content: Any) -> Any:

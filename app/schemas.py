@@ -104,13 +104,21 @@ class VideoUrl(Strict):
     url: str
 
 
-class ContentPart(ImageSize):
-    """One part of a message: text, an image or a video, with options of `qwen_videos`."""
+class FileData(Strict):
+    """file_data: a data URI, or a path into the image folder, of a PDF document. filename: taken, and not used."""
 
-    type: Literal["text", "image_url", "video_url"]
+    file_data: str
+    filename: str | None = None
+
+
+class ContentPart(ImageSize):
+    """One part of a message: text, an image, a document or a video, with options of `qwen_videos`."""
+
+    type: Literal["text", "image_url", "video_url", "file"]
     text: str | None = None
     image_url: ImageUrl | None = None
     video_url: VideoUrl | None = None
+    file: FileData | None = None
     fps: float | None = None
     nframes: int | None = None
     min_frames: int | None = None
@@ -121,9 +129,9 @@ class ContentPart(ImageSize):
 
     @property
     def source(self) -> str | list[str] | None:
-        """Where the image or the video is, or where its frames are; None: it is text."""
+        """Where the image, video or document is, or where its frames are; None: it is text."""
         named = self.image_url or self.video_url
-        return named.url if named is not None else None
+        return named.url if named is not None else self.file.file_data if self.file is not None else None
 
     @property
     def is_video(self) -> bool:
@@ -140,7 +148,7 @@ class ContentPart(ImageSize):
 
     @model_validator(mode="after")
     def _holds_what_it_says(self) -> "ContentPart":
-        sources = ("text", "image_url", "image", "video_url", "video")
+        sources = ("text", "image_url", "image", "video_url", "video", "file")
         given = {name for name in sources if getattr(self, name, None) is not None}
         film = self.video_options.keys() - self.size.keys()
         if given != {self.type} or (self.size and self.type == "text") or (film and not self.is_video):
@@ -234,7 +242,7 @@ class QwenPart(ContentPart):
     """A part as Qwen's documentation writes it: an image is named by `image`, a video by `video`, which may be a list of frames;
     both may be in the API's form as well."""
 
-    type: Literal["text", "image_url", "video_url", "image", "video"]  # type: ignore[assignment]
+    type: Literal["text", "image_url", "video_url", "file", "image", "video"]  # type: ignore[assignment]
     image: str | None = None
     video: str | Annotated[list[str], Field(min_length=1, max_length=MOST_FRAMES)] | None = None
     sample_fps: float | None = None
@@ -534,7 +542,7 @@ class ChatRequest(Sampling):
 
     @property
     def pictures(self) -> list[ContentPart]:
-        """The parts that are images or videos, in order."""
+        """The parts that are images, videos or documents, in order."""
         return [part for message in self.conversation for part in message.content or () if part.source is not None]
 
     @property

@@ -30,7 +30,7 @@ FOLDERS = {"vismoe": "vismoe", "app": "vismoe.app", "eval": "vismoe.eval", "pred
 # Never needed to import the package: each lives behind an extra, or is a build of torch that a user may lack, or of use later.
 OPTIONAL = {
     "torchvision", "gradio", "matplotlib", "lmms_eval", "fastapi", "triton", "uvicorn", "gguf", "llama_cpp", "starlette",
-    "openai", "prometheus_client", "httpx", "httpcore", "pydantic", "ray", "qwen_vl_utils", "requests",
+    "openai", "prometheus_client", "httpx", "httpcore", "pydantic", "ray", "qwen_vl_utils", "requests", "av", "pypdfium2",
 }  # fmt: skip
 
 # The files that are such a package's own: whoever imports one does so inside a function, or is one of them.

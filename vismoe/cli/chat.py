@@ -27,7 +27,8 @@ def chat_arguments(parser: ArgumentParser) -> None:
         help="a single word is the model if it is a folder, a path or a hub name, otherwise the question; "
         "without a question a conversation begins",
     )
-    flags.add(parser, "--image PATH|URL", "an image to ask about; repeat for more images", default=[], action="append")
+    pictures = "an image to ask about, or a PDF (#page=2-5 behind its name chooses pages); repeat for more"
+    flags.add(parser, "--image PATH|URL", pictures, default=[], action="append")
     flags.add(parser, "--video PATH|URL", "a video to ask about, for Qwen3-VL's families; repeat", default=[], action="append")
     flags.add(parser, "--video-fps FPS", "frames that are read per second of a video (default: 2)", float)
     flags.add(parser, "--video-frames N", "most frames that are read of a video (default: 768)", int)

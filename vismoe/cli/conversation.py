@@ -46,10 +46,11 @@ def say(text: str) -> None:
 
 
 def open_images(paths: list[str]) -> list["Image.Image"]:
-    """Opens pictures from paths and URLs, turned upright."""
-    from vismoe.models.inputs.images import fetch_image
+    """Opens pictures from paths and URLs, turned upright, and the pages of PDF documents."""
+    from vismoe.models.inputs.documents import open_pages
+    from vismoe.models.inputs.images import MAX_PIXELS, fetch_image
 
-    return [fetch_image(path) for path in paths]
+    return [image for path in paths for image in open_pages(path, MAX_PIXELS) or [fetch_image(path)]]
 
 
 def open_messages(file: str) -> list[dict[str, Any]]:

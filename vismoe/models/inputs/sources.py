@@ -1,4 +1,4 @@
-"""Where the bytes of images and videos come from: paths, file:// URLs, data: URIs. `kind` is "image" or "video"."""
+"""Where bytes come from: paths, file:// URLs, data: URIs. `kind` is "image", "video" or "document"."""
 
 import base64
 import binascii
@@ -11,9 +11,15 @@ from urllib.parse import unquote
 from vismoe.errors import ConfigError, InputError
 from vismoe.ranges import file_name
 
-DATA_URIS = {"image": "data:image/png;base64,...", "video": "data:video/mp4;base64,..."}
-THINGS = {"image": "a picture", "video": "a video"}
+DATA_URIS = {
+    "image": "data:image/png;base64,...",
+    "video": "data:video/mp4;base64,...",
+    "document": "data:application/pdf;base64,...",
+}
+THINGS = {"image": "a picture", "video": "a video", "document": "a document"}
+PARTS = {"image/": "image", "video/": "video", "application/pdf": "document"}  # kinds of contents, by how their types begin
 READABLE = {
+    "document": "a whole PDF file without a password, that this user may read",
     "image": "a PNG or JPEG file that this user may read",
     "video": "a whole MP4, MOV, MKV, WebM or AVI file that this user may read",
 }
@@ -53,9 +59,11 @@ def data_uri_payload(uri: str, kind: str) -> int:
     """The index at which the payload of `data:...;base64,...` begins. Raises InputError."""
     comma = uri.find(",")
     header = uri[5 : max(comma, 0)].lower()
-    told, other = header.split(";")[0], {"image": "video", "video": "image"}[kind]
-    if told.startswith(f"{other}/"):
-        raise InputError(f"the data URI holds {THINGS[other]} ({told[:40]}), not {THINGS[kind]}. Fix: a part of type {other}_url")
+    told = header.split(";")[0]
+    other = next((part for begin, part in PARTS.items() if told.startswith(begin)), kind)
+    if other != kind:
+        part = {"document": "file"}.get(other, f"{other}_url")
+        raise InputError(f"the data URI holds {THINGS[other]} ({told[:40]}), not {THINGS[kind]}. Fix: a part of type {part}")
     if comma < 0 or not header.endswith(";base64"):
         raise InputError(f"the data URI {uri[:40]!r} has an unsupported form. Fix: {DATA_URIS[kind]}")
     return comma + 1

@@ -62,7 +62,7 @@ def test_a_page_is_never_drawn_larger_than_allowed():
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_damage_is_an_error_or_pages_and_never_another_exception(data):
     whole = bytearray(pdf())
     for place in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=20)):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from PIL import Image
 
@@ -106,9 +106,10 @@ class VideoFile:
     """An opened video. Raises InputError for one that cannot be read, or whose frames have more than `max_pixels`."""
 
     def __init__(self, container: "av.container.InputContainer", max_pixels: int, threads: int | None):
-        if not container.streams.video:
+        stream = cast("av.VideoStream | None", container.streams.best("video"))  # not the picture of a cover
+        if stream is None:
             raise InputError(f"it has no moving picture, only sound or text. Fix: {READABLE['video']}")
-        self._container, self._stream = container, container.streams.video[0]
+        self._container, self._stream = container, stream
         codec = self._stream.codec_context
         if not 0 < codec.width * codec.height <= max_pixels:
             raise InputError(

@@ -118,11 +118,12 @@ class VideoFile:
             )
         if threads is not None:
             codec.thread_count = threads
-        packets = [packet for packet in container.demux(self._stream) if packet.size and not packet.is_discard]
-        times = [packet.pts for packet in packets]
+        shown = (packet for packet in container.demux(self._stream) if packet.size and not packet.is_discard)
+        packets = [(packet.pts, packet.is_keyframe) for packet in shown]  # not the packets, which hold the whole file
+        times = [time for time, _ in packets]
         self._ordered = None not in times and len(set(times)) == len(times)  # so that a time names a frame
         self._times = sorted(time for time in times if time is not None) if self._ordered else []
-        self._keys = sorted(packet.pts for packet in packets if packet.is_keyframe and packet.pts is not None)
+        self._keys = sorted(time for time, is_key in packets if is_key and time is not None)
         self._finds_keys = self._ordered and any(name in INDEXED for name in container.format.name.split(","))
         self._again()
         first = next(iter(container.decode(self._stream)), None)

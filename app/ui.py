@@ -66,11 +66,12 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
         """Answers `turn()` after the turns `before`; an error is shown below the conversation, which is then unchanged."""
         asked, past, session = None, values[history], str(request.session_hash)
         try:
-            options = chosen(page.options, {name: values[widget] for name, widget in chat["options"].items()})
+            asked_for = {name: values[widget] for name, widget in chat["options"].items()}
+            options, system = chosen(page.options, asked_for), asked_for["system"] or ""
             asked = turn()
             uploads.use(session, asked.files)
             box_now, again_now, notice_now = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True), gr.skip(), ""
-            for update in page.answer(asked, before, session, options):
+            for update in page.answer(asked, before, session, options, system):
                 if update.finished:
                     past = update.history
                     box_now = _ready(asked if len(past) == len(before) else None)  # restored if stopped before the first word
@@ -132,8 +133,8 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     leaving = [chat["forget"].click, chatbot.clear]
     gr.on(leaving, forget, None, outputs, concurrency_limit=None, show_progress="hidden", api_name="forget")
 
-    policy, formats = chat["options"]["policy"], chat["options"]["formats"]
-    policy.input(None, [policy, formats], formats, js=formats_of(chat["offers"]))
+    policy, *shown_with_it = (chat["options"][name] for name in ("policy", "formats", "retention"))
+    policy.input(None, [policy, shown_with_it[0]], shown_with_it, js=formats_of(chat["offers"]))
 
 
 def _visits(page: Page, uploads: Uploads, blocks: "gr.Blocks") -> None:

@@ -128,8 +128,11 @@ class Visitor:
         self.page.get_by_role("tab", name="Chat").click()
         return text
 
+    def unfold(self, fold: str) -> None:
+        self.page.get_by_role("button", name=fold).click()
+
     def keep(self, share: str) -> None:
-        number = self.page.get_by_label("number input for Visual tokens kept")
+        number = self.page.get_by_label("number input for Picture detail")
         number.fill(share)
         number.press("Tab")
 
@@ -174,6 +177,7 @@ def test_a_picture_is_uploaded_asked_about_followed_up_and_looked_at_again_with_
     known, all_of_it = map(int, re.search(r"(\d+) of (\d+) tokens of the question were cached", said).groups())
     assert 64 < known < all_of_it
 
+    me.unfold("Quality and speed")
     me.keep("0.5")
     me.page.get_by_role("button", name="Answer again").click()
     assert "32 of 64 patches kept" in me.machine("32 of 64")
@@ -187,14 +191,19 @@ def test_a_picture_is_uploaded_asked_about_followed_up_and_looked_at_again_with_
 
 def test_who_decides_formats_is_chosen_for_the_next_question_and_what_cannot_be_is_said(visit):
     me = visit()
-    me.choose("policy", "importance")
-    me.shows("formats", "16/4")  # in place of a pair that cannot serve
-    me.choose("formats", "4/0")
-    me.choose("policy", "exact")
-    me.page.locator("#formats input:disabled").wait_for()
-    me.choose("policy", "importance")
-    me.shows("formats", "4/0")  # a pair that can serve stays
-    me.choose("formats", "16/4")
+    me.unfold("Quality and speed")
+    formats, retention = me.page.locator("#formats"), me.page.locator("#retention")
+    me.page.locator("#policy").wait_for()
+    assert formats.count() == retention.count() == 0, "there is nothing to choose"
+    me.choose("policy", "better where the question needs it")
+    me.shows("formats", "unchanged, the rest 4 bit")  # in place of a pair that cannot serve
+    retention.wait_for()
+    me.choose("formats", "4 bit, the rest left out")
+    me.choose("policy", "the same for all")
+    formats.wait_for(state="detached")
+    me.choose("policy", "better where the question needs it")
+    me.shows("formats", "4 bit, the rest left out")  # a pair that can serve stays
+    me.choose("formats", "unchanged, the rest 4 bit")
     me.page.get_by_role("button", name="What does the sign say?").click()
     assert me.tell(contains="OPEN") == 'It says "OPEN".'
     assert re.search(r"\d% raw, [\d.]+% int4 \(importance: raw/int4, 75% of", me.machine("experts were computed"))
@@ -202,8 +211,8 @@ def test_who_decides_formats_is_chosen_for_the_next_question_and_what_cannot_be_
 
     me.page.locator("#formats input").click()
     assert [option.strip("\n ✓") for option in me.page.get_by_role("option").all_inner_texts()] == [
-        "16/4",
-        "4/0",
+        "unchanged, the rest 4 bit",
+        "4 bit, the rest left out",
     ]  # int4 is packed
     me.page.keyboard.press("Escape")
 
@@ -229,7 +238,7 @@ def test_an_error_is_read_below_a_conversation_that_stays(visit):
 def test_a_picture_dropped_anywhere_is_attached_and_the_browser_stays(visit, address):
     me = visit()
     picture = list((IMAGES / "sign.png").read_bytes())
-    for number, where in enumerate(["#conversation", "h1", "#keep", "#max-tokens input", "body"]):
+    for number, where in enumerate(["#conversation", "h1", "#temperature", "#max-tokens input", "body"]):
         for event in ("dragenter", "dragover", "drop"):
             assert me.page.locator(where).first.evaluate(PUT, [event, "dropped.png", picture]), "the browser would open it"
         me.page.locator("#question img").nth(number).wait_for()

@@ -15,7 +15,7 @@ from vismoe.app.memory_view import head
 from vismoe.app.page import Finished, History, Page, PageTurn, PageUpdate, chosen, shown, tiles, turn_at
 from vismoe.app.pictures import NO_IMAGE
 from vismoe.app.uploads import Uploads
-from vismoe.app.widgets import NOT_YET, chat_tab, examples, formats_of, machine_tab
+from vismoe.app.widgets import NOT_YET, chat_tab, examples, formats_of, machine_tab, theme_switch
 from vismoe.errors import BusyError, ConfigError, VisMoEError
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ def build(page: Page, uploads: Uploads) -> "gr.Blocks":
     import gradio as gr
 
     with gr.Blocks(title="VisMoE", fill_width=True, analytics_enabled=False) as blocks:
-        top = gr.HTML(head(page.engine.name, page.engine.plan))
+        with gr.Row(elem_id="top"):
+            top = gr.HTML(head(page.engine.name, page.engine.plan), min_width=260)
+            theme_switch()
         with gr.Tabs():
             with gr.Tab("Chat", id="chat"):
                 chat = chat_tab(page)

@@ -117,6 +117,16 @@ def chat_tab(page: Page) -> dict[str, Any]:
     return widgets
 
 
+def theme_switch() -> None:
+    import gradio as gr
+
+    names = {"system": "Theme: as the system", "light": "Theme: light", "dark": "Theme: dark"}
+    options = "".join(f'<option value="{value}">{name}</option>' for value, name in names.items())
+    gr.HTML(
+        f'<select id="theme" aria-label="Theme">{options}</select>', js_on_load="vismoe.paint()", min_width=190, elem_id="switch"
+    )
+
+
 def _settings(page: Page, offered: dict[str, list[str]]) -> dict[str, Any]:
     """Settings from the next question on, by the names of `RequestOptions`, and the system prompt. What cannot work is hidden."""
     import gradio as gr

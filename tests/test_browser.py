@@ -30,6 +30,7 @@ IMAGES = Path(__file__).parent.parent / "assets" / "images"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-sync"]
 FLAGS += ["--disable-features=SpareRendererForSitePerProcess"]  # a process that waits for a page which nobody opens
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+USED = {"button", "combobox", "link", "listbox", "searchbox", "slider", "spinbutton", "tab", "textbox"}
 WAIT_MS = 60_000  # a busy machine is not a failure
 WHOLE = json.loads((IMAGES / "pictures.json").read_text())["demo.png"]["answer"]
 PUT = """(box, [event, name, bytes]) => {
@@ -91,6 +92,9 @@ class Visitor:
         self.page.set_default_timeout(WAIT_MS)
         self.complaints: list[str] = []
         self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
+        self.asked_back: list[str] = []  # what the page wants confirmed
+        self.agrees = True
+        self.page.on("dialog", self._reply)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda asked: self._local(asked.url, address))
         self.page.goto(address)
@@ -100,6 +104,19 @@ class Visitor:
     def _local(self, url: str, address: str) -> None:
         if not url.startswith((address, "data:", "blob:")):
             self.complaints.append(f"asked for {url}")
+
+    def _reply(self, dialog) -> None:
+        self.asked_back.append(dialog.message)
+        dialog.accept() if self.agrees else dialog.dismiss()
+
+    def nameless(self) -> list[str]:
+        """What a screen reader cannot name, of all that can be used."""
+        inspector = self.context.new_cdp_session(self.page)
+        nodes = inspector.send("Accessibility.getFullAXTree")["nodes"]
+        used = [node for node in nodes if node.get("role", {}).get("value") in USED]
+        assert len(used) > 10
+        bare = [node["backendDOMNodeId"] for node in used if not node.get("name", {}).get("value", "").strip()]
+        return [inspector.send("DOM.getOuterHTML", {"backendNodeId": node})["outerHTML"][:300] for node in bare]
 
     def attach(self, name: str) -> None:
         self.page.locator("#question input[type=file]").set_input_files(IMAGES / name)
@@ -210,7 +227,7 @@ def test_who_decides_formats_is_chosen_for_the_next_question_and_what_cannot_be_
     assert re.search(r"\d+ in raw, \d+ in int4", me.machine("half height: in int4, others in raw"))
 
     me.page.locator("#formats input").click()
-    assert [option.strip("\n ✓") for option in me.page.get_by_role("option").all_inner_texts()] == [
+    assert [option.strip("\n ✓") for option in me.page.locator("[role=option]").all_inner_texts()] == [
         "unchanged, the rest 4 bit",
         "4 bit, the rest left out",
     ]  # int4 is packed
@@ -235,7 +252,7 @@ def test_an_error_is_read_below_a_conversation_that_stays(visit):
     assert me.tell(number=2) == 'It says "OPEN".' and notice.count() == 0
 
 
-def test_a_picture_dropped_anywhere_is_attached_and_the_browser_stays(visit, address):
+def test_a_picture_dropped_or_pasted_anywhere_is_attached_and_the_browser_stays(visit, address):
     me = visit()
     picture = list((IMAGES / "sign.png").read_bytes())
     for number, where in enumerate(["#conversation", "h1", "#temperature", "#max-tokens input", "body"]):
@@ -245,11 +262,13 @@ def test_a_picture_dropped_anywhere_is_attached_and_the_browser_stays(visit, add
     me.page.get_by_role("tab", name="The machine at work").click()
     me.page.locator(".vm-panel:visible").first.evaluate(PUT, ["drop", "dropped.png", picture])
     me.page.locator("#question img").nth(5).wait_for()  # where it can be seen
+    assert me.page.locator("h1").evaluate(PUT, ["paste", "pasted.png", picture])
+    me.page.locator("#question img").nth(6).wait_for()
     me.page.locator("h1").evaluate(
         "box => box.dispatchEvent(new DragEvent('drop', {bubbles: true, dataTransfer: new DataTransfer()}))"
     )
     me.page.get_by_text("what was dropped is not a file").wait_for()
-    assert me.page.url == address and me.page.locator("#question img").count() == 6
+    assert me.page.url == address and me.page.locator("#question img").count() == 7
 
 
 def test_a_file_that_is_refused_is_said_before_any_answer(visit, tmp_path):
@@ -302,6 +321,71 @@ def test_a_long_answer_is_watched_and_stopped(visit):
     said = me.tell()
     assert WHOLE.startswith(said) and len(said) < len(WHOLE)
     assert "stopped" in me.machine("stopped")
+
+
+def test_esc_stops_an_answer_and_nothing_else(visit):
+    me = visit()
+    me.page.keyboard.press("Escape")
+    me.page.get_by_role("button", name="What is in the picture?").click()
+    me.tell(contains="There is")
+    me.page.keyboard.press("Escape")
+    said = me.tell()
+    assert WHOLE.startswith(said) and len(said) < len(WHOLE)
+    me.box.fill("And now?")
+    me.page.keyboard.press("Escape")
+    assert me.box.input_value() == "And now?" and me.page.get_by_test_id("bot").count() == 1
+
+
+def test_a_conversation_is_cleared_after_a_confirmation_only(visit):
+    me = visit()
+    me.page.get_by_role("button", name="What does the sign say?").click()
+    me.tell(contains="OPEN")
+    me.page.get_by_test_id("submit-button").wait_for()
+    me.agrees = False
+    me.page.get_by_role("button", name="Clear").click()
+    assert len(me.asked_back) == 1 and me.page.get_by_test_id("bot").count() == 1
+    me.agrees = True
+    me.page.get_by_role("button", name="Clear").click()
+    me.page.get_by_test_id("bot").first.wait_for(state="detached")
+    me.page.keyboard.press("Control+Shift+O")
+    assert len(me.asked_back) == 2, "there is nothing to lose"
+
+
+def test_the_theme_is_chosen_and_kept(visit):
+    me = visit()
+    body, theme = me.page.locator("body"), me.page.get_by_label("Theme")
+    me.page.emulate_media(color_scheme="light")
+    assert not body.evaluate("body => body.classList.contains('dark')")
+    theme.select_option("dark")
+    me.page.locator("body.dark").wait_for()
+    me.page.reload()
+    me.page.locator("body.dark #question").wait_for()
+    me.page.wait_for_function("document.querySelector('#theme').value == 'dark'")
+    theme.select_option("system")
+    me.page.locator("body:not(.dark)").wait_for()
+    me.page.emulate_media(color_scheme="dark")
+    me.page.locator("body.dark").wait_for()
+
+
+def test_all_that_can_be_used_has_a_name_and_is_reached_by_keyboard(visit):
+    me = visit()
+    assert me.nameless() == []
+    me.attach("sign.png")
+    me.page.wait_for_function("document.querySelectorAll('#question [role=listitem]').length == 1")
+    assert me.nameless() == []
+    me.ask("What does the sign say?")
+    me.tell(contains="OPEN")
+    for fold in ("More", "Quality and speed"):
+        me.unfold(fold)
+    me.page.locator("#policy").wait_for()
+    assert me.nameless() == []
+    wanted = {"#theme", "#forget", "#again", "#question textarea", "#max-tokens input", "#temperature input", "#seed input"}
+    reached = set()
+    me.page.locator("#theme").focus()
+    for _ in range(60):
+        reached |= {where for where in wanted if me.page.locator(f"{where}:focus").count()}
+        me.page.keyboard.press("Tab")
+    assert reached == wanted
 
 
 def test_an_edited_question_is_answered_anew_about_the_same_picture(visit):

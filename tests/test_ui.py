@@ -428,6 +428,13 @@ def test_answer_again_is_active_once_there_is_an_answer_and_no_longer_than_it(mo
     assert [AGAIN(history).interactive for history in ((), (PageTurn("Hi", (), (), "fine"),))] == [False, True]
 
 
+def settings_of(engine):
+    import gradio as gr
+
+    with gr.Blocks():
+        return widgets._settings(Page(engine), widgets.offers(engine))
+
+
 @needs_gradio
 def test_only_policies_that_can_serve_are_offered_with_the_pairs_that_they_can_serve():
     every = widgets.offers(FakeEngine())
@@ -435,7 +442,7 @@ def test_only_policies_that_can_serve_are_offered_with_the_pairs_that_they_can_s
     some = widgets.offers(FakeEngine(packed={"16", "4"}))
     assert some == {"exact": [], **{policy: ["16/4"] for policy in every if policy != "exact"}}
     none = FakeEngine(packed=set())
-    shown_now = widgets._settings(Page(none), widgets.offers(none))
+    shown_now = settings_of(none)
     assert not any(shown_now[name].visible for name in ("policy", "formats", "retention", "draft"))
     assert shown_now["keep"].visible
 
@@ -444,7 +451,7 @@ def test_only_policies_that_can_serve_are_offered_with_the_pairs_that_they_can_s
 def test_without_packed_experts_no_policy_is_offered():
     with load(memory="100%", context=256, store="none") as engine:
         assert widgets.offers(engine) == {"exact": []}
-        names = [value for _, value in widgets._settings(Page(engine), widgets.offers(engine))["selection"].choices]
+        names = [value for _, value in settings_of(engine)["selection"].choices]
     assert names == ["", "affinity", "saliency", "distinct", "visionzip", "uniform", "random"]
 
 

@@ -42,9 +42,10 @@
   }, true);
 
   window.addEventListener("click", event => {
-    const leaves = event.target.closest?.("#forget, #conversation [aria-label='Clear']");
+    const clears = event.target.closest?.("#conversation [aria-label='Clear']"), leaves = clears || event.target.closest?.("#forget");
     if (!leaves || !document.querySelector("#conversation [data-testid=user]")) return;
-    if (confirm("Delete this conversation?")) return;
+    const question = clears ? "Delete this conversation?" : "Begin a new conversation? The last answer of this one is not kept.";
+    if ((!clears && window.vismoe.isKept()) || confirm(question)) return clears && window.vismoe.removeOpen();
     event.preventDefault();
     event.stopImmediatePropagation();
   }, true);

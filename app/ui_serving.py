@@ -35,7 +35,7 @@ MOST_FILE_BYTES = 64 * 2**20
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP")  # what ends a process; raises KeyboardInterrupt here, so that resources are closed
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "DejaVu Sans", "sans-serif"]
 FIXED_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
-SCRIPTS = ("ui.js", "ui_keys.js")
+SCRIPTS = ("ui.js", "ui_keys.js", "ui_conversations.js")
 SAME_ORIGIN = (  # whatever an answer links to, the browser only contacts this server
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:\">"
 )

@@ -58,6 +58,12 @@ PRECISIONS = {
     Format.LOSSLESS: "lossless", Format.RAW: "unchanged", Format.INT8: "8 bit", Format.INT4: "4 bit", Format.INT2: "2 bit",
     None: "left out",
 }  # fmt: skip
+ACTIONS = {"rename": "Rename", "delete": "Delete", "markdown": "Save as Markdown", "json": "Save as JSON"}
+SHELF = (  # ui_conversations.js fills it
+    '<details><summary>Conversations</summary><nav aria-label="Conversations"><ul></ul></nav><div class="vm-actions">'
+    + "".join(f'<button data-action="{action}" disabled>{name}</button>' for action, name in ACTIONS.items())
+    + '</div><p class="vm-error" role="alert"></p></details>'
+)
 NOT_YET = '<p class="vm-note">Ask something; this appears with the answer.</p>'
 
 
@@ -75,9 +81,12 @@ def examples() -> list[dict[str, Any]]:
 def chat_tab(page: Page) -> dict[str, Any]:
     import gradio as gr
 
-    widgets: dict[str, Any] = {"history": gr.State(())}
+    widgets: dict[str, Any] = {"history": gr.State(()), "number": gr.State("")}
     with gr.Row():
-        with gr.Column(scale=3, min_width=320):
+        with gr.Column(scale=1, min_width=200):
+            made = "vismoe.conversations(element, props, record => trigger('restore', record), watch)"
+            widgets["shelf"] = gr.HTML("", html_template=SHELF, js_on_load=made, padding=False, elem_id="shelf")
+        with gr.Column(scale=4, min_width=320):
             widgets["chatbot"] = gr.Chatbot(
                 label="Conversation",
                 show_label=False,

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine
 
 from vismoe.cli import main as cli
 
@@ -89,17 +90,22 @@ class Visitor:
     def __init__(self, browser, address: str, size: dict[str, int]):
         self.context = browser.new_context(viewport=size, has_touch=size is PHONE)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(WAIT_MS)
         self.complaints: list[str] = []
-        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
-        self.asked_back: list[str] = []  # what the page wants confirmed
-        self.agrees = True
-        self.page.on("dialog", self._reply)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda asked: self._local(asked.url, address))
+        self.asked_back: list[str] = []  # what the page wants confirmed, or answered
+        self.agrees, self.answers_with = True, ""
+        self.address = address
+        self.watched(self.page)
         self.page.goto(address)
         self.box = self.page.locator("#question textarea")
         self.box.wait_for()
+
+    def watched(self, page):
+        page.set_default_timeout(WAIT_MS)
+        page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
+        page.on("dialog", self._reply)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda asked: self._local(asked.url, self.address))
+        return page
 
     def _local(self, url: str, address: str) -> None:
         if not url.startswith((address, "data:", "blob:")):
@@ -107,7 +113,17 @@ class Visitor:
 
     def _reply(self, dialog) -> None:
         self.asked_back.append(dialog.message)
-        dialog.accept() if self.agrees else dialog.dismiss()
+        dialog.accept(self.answers_with) if self.agrees else dialog.dismiss()
+
+    def reload(self) -> None:
+        """gradio complains about its connection when its page is left."""
+        self.page.reload()
+        self.box.wait_for()
+        left = ("AbortError", "Connection errored out")
+        self.complaints[:] = [said for said in self.complaints if not any(word in said for word in left)]
+
+    def titles(self) -> list[str]:
+        return self.page.locator("#shelf li").all_inner_texts()
 
     def nameless(self) -> list[str]:
         """What a screen reader cannot name, of all that can be used."""
@@ -166,11 +182,11 @@ class Visitor:
 
 @pytest.fixture
 def visit(browser, address):
-    """Makes visitors; at the end none of them may have had a complaint."""
+    """Makes visitors, of another page if they are given its address; at the end none of them may have had a complaint."""
     visitors = []
 
-    def make(size=DESKTOP) -> Visitor:
-        visitors.append(Visitor(browser, address, size))
+    def make(size=DESKTOP, at=address) -> Visitor:
+        visitors.append(Visitor(browser, at, size))
         return visitors[-1]
 
     yield make
@@ -351,6 +367,107 @@ def test_a_conversation_is_cleared_after_a_confirmation_only(visit):
     assert len(me.asked_back) == 2, "there is nothing to lose"
 
 
+def test_conversations_are_listed_reopened_with_their_pictures_after_a_reload_and_deleted(visit):
+    me = visit()
+    me.attach("demo.png")
+    me.ask("What does the sign say?")
+    assert me.tell() == 'It says "MENU".'
+    me.page.locator("#shelf [aria-current]", has_text="What does the sign say?").wait_for()
+    me.page.get_by_role("button", name="New conversation").click()
+    me.page.get_by_test_id("bot").first.wait_for(state="detached")
+    assert me.asked_back == [], "it is kept"
+    me.page.get_by_role("button", name="How many dogs are there?").click()
+    me.tell(contains="Three")
+    me.page.locator("#shelf [aria-current]", has_text="How many dogs are there?").wait_for()
+    assert me.titles() == ["How many dogs are there?", "What does the sign say?"]
+
+    me.reload()
+    assert me.tell(contains="Three") == "Three.", "the page shows again what it showed"
+    me.page.locator("#shelf li").nth(1).click()
+    assert me.tell(contains="MENU") == 'It says "MENU".'
+    me.page.locator("#conversation .user img").wait_for()
+    me.ask("What is in the picture?")
+    assert me.tell(number=2) == WHOLE, "it is asked on about the same picture"
+    me.page.wait_for_function("document.querySelector('#shelf li').innerText.includes('sign')")
+
+    me.page.get_by_role("button", name="Delete").click()
+    me.page.get_by_test_id("bot").first.wait_for(state="detached")
+    me.page.wait_for_function("document.querySelectorAll('#shelf li').length == 1")
+    me.reload()
+    me.box.wait_for()
+    me.page.locator("#shelf li").first.wait_for()
+    assert me.titles() == ["How many dogs are there?"] and len(me.asked_back) == 1
+
+
+def test_a_conversation_is_renamed_and_saved_as_files(visit):
+    me = visit()
+    me.page.get_by_role("button", name="What does the sign say?").click()
+    me.tell(contains="OPEN")
+    me.answers_with = "A sign"
+    me.page.get_by_role("button", name="Rename").click()
+    me.page.locator("#shelf li", has_text="A sign").wait_for()
+    with me.page.expect_download() as saved:
+        me.page.get_by_role("button", name="Save as JSON").click()
+    assert saved.value.suggested_filename == "A-sign.json"
+    whole = json.loads(Path(saved.value.path()).read_text())
+    (turn,) = whole["turns"]
+    assert (whole["title"], turn["question"], turn["answer"]) == ("A sign", "What does the sign say?", 'It says "OPEN".')
+    assert turn["pictures"][0]["data"].startswith("data:image/png;base64,")
+    with me.page.expect_download() as saved:
+        me.page.get_by_role("button", name="Save as Markdown").click()
+    text = Path(saved.value.path()).read_text()
+    assert text.startswith("# A sign\n") and 'It says "OPEN".' in text and "Picture: sign.png" in text
+
+
+def test_two_windows_do_not_overwrite_each_other(visit):
+    me = visit()
+    me.page.get_by_role("button", name="What does the sign say?").click()
+    me.tell(contains="OPEN")
+    me.page.locator("#shelf li").wait_for()
+    first, me.page = me.page, me.watched(me.context.new_page())
+    me.box = me.page.locator("#question textarea")
+    me.page.goto(first.url)
+    me.page.locator("#shelf li").click()
+    me.tell(contains="OPEN")
+    me.ask("Is there a cat?")
+    me.tell(number=2)
+    me.page.wait_for_function("document.querySelectorAll('#shelf li').length == 1")
+    first.locator("#question textarea").fill("Is there a dog?")
+    first.locator("#question textarea").press("Enter")
+    first.wait_for_function("document.querySelectorAll('#shelf li').length == 2")
+    me.page.wait_for_function("document.querySelectorAll('#shelf li').length == 2")
+    me.page.locator("#shelf li").first.click()
+    me.page.get_by_test_id("user").filter(has_text="Is there a dog?").wait_for()
+    me.page.locator("#shelf li").last.click()
+    me.page.get_by_test_id("user").filter(has_text="Is there a cat?").wait_for()
+
+
+def test_a_broken_record_is_an_error_and_not_a_broken_page(visit):
+    me = visit()
+    me.page.get_by_role("button", name="What does the sign say?").click()
+    me.tell(contains="OPEN")
+    me.page.locator("#shelf li").wait_for()
+    me.page.get_by_role("button", name="New conversation").click()
+    me.page.get_by_test_id("bot").first.wait_for(state="detached")
+    me.page.evaluate(
+        """() => new Promise(done => {
+            indexedDB.open("vismoe").onsuccess = ({target}) => {
+                const change = target.result.transaction("records", "readwrite"), records = change.objectStore("records");
+                records.getAll().onsuccess = ({target}) => {
+                    target.result[0].turns[0].pictures[0].data = "/etc/hostname";
+                    records.put(target.result[0]);
+                };
+                change.oncomplete = done;
+            };
+        })"""
+    )
+    me.page.locator("#shelf li button").click()
+    me.page.locator("#notice", has_text="this kept conversation cannot be read").wait_for()
+    me.ask("What does the sign say?")
+    me.tell()
+    me.page.wait_for_function("document.querySelectorAll('#shelf li').length == 2")
+
+
 def test_the_theme_is_chosen_and_kept(visit):
     me = visit()
     body, theme = me.page.locator("body"), me.page.get_by_label("Theme")
@@ -358,7 +475,7 @@ def test_the_theme_is_chosen_and_kept(visit):
     assert not body.evaluate("body => body.classList.contains('dark')")
     theme.select_option("dark")
     me.page.locator("body.dark").wait_for()
-    me.page.reload()
+    me.reload()
     me.page.locator("body.dark #question").wait_for()
     me.page.wait_for_function("document.querySelector('#theme').value == 'dark'")
     theme.select_option("system")
@@ -435,9 +552,37 @@ def test_what_an_answer_shows_cannot_make_the_browser_ask_another_machine(visit)
     me.complaints[:] = [said for said in me.complaints if stranger not in said]
 
 
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_code_and_tables_of_an_answer_are_drawn(visit, size, scheme):
+    from vismoe.app.page import Page
+    from vismoe.app.ui_serving import served
+
+    code = "def area(width):\n    return width  # " + "a long comment " * 20
+    table = "| animal | where it lives |\n|---|---|\n| snail | at home |\n\n<b onclick='x()'>end</b>"
+    said = [f"```python\n{code}\n```\n\n", table]
+    with served(Page(FakeEngine(script=[said]))) as at:
+        me = visit(size, at)
+        me.page.emulate_media(color_scheme=scheme)
+        me.ask("Show me")
+        assert "snail" in me.tell(contains="end")
+        answer = me.page.get_by_test_id("bot")
+        assert answer.locator("pre code").inner_text().strip() == code.strip() and answer.locator("[onclick]").count() == 0
+        cell = answer.locator("td", has_text="at home")
+        line, letters = (cell.evaluate(f"cell => getComputedStyle(cell).{what}") for what in ("borderTopWidth", "color"))
+        assert line == "1px" and (min(map(int, re.findall(r"\d+", letters)[:3])) > 128) == (scheme == "dark")
+        edge = "part => part.getBoundingClientRect().right"
+        parts = [answer.locator(part).first.evaluate(edge) for part in ("pre", "table")]
+        assert me.fits() and max(parts) <= me.page.locator("#conversation").evaluate(edge)
+        me.page.goto("about:blank")  # its server ends before its visitor
+
+
 def test_everything_fits_a_phone(visit):
     me = visit(PHONE)
     assert me.fits()
+    me.page.locator("#shelf summary").click()
+    me.page.locator("#shelf nav").wait_for()
+    me.page.locator("#shelf summary").click()
     me.page.get_by_role("button", name="How many dogs are there?").click()
     assert me.tell(contains="Three") == "Three."
     assert me.fits()

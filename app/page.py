@@ -41,12 +41,13 @@ TILES = {  # name, and tooltip
     "stalled": "time spent waiting for experts",
     "better format": "share of the experts' computations in the more precise format of the pair",
 }
+NO_FIGURES = '<p class="vm-note">Speed and memory traffic of an answer are shown here.</p>'
 LEAVE_S = 60.0  # a cancelled answer ends within a token, but a long prefill may come before the first token
 
 
 def chosen(usual: RequestOptions, widgets: Mapping[str, Any]) -> RequestOptions:
-    """What the widgets of the page ask for. Formats and retention are left out where the policy has no use for them; the longest
-    answer and the temperature are 0 for the end of the context and for greedy decoding. Raises InputError or ConfigError."""
+    """What the widgets of the page ask for. Formats and retention are left out where the policy has no use for them; 0 is the
+    end of the context, greedy decoding, the model's own top-p, and no seed. Raises InputError or ConfigError."""
     policy, temperature = widgets["policy"], widgets["temperature"]
     return dataclasses.replace(
         usual,
@@ -59,6 +60,8 @@ def chosen(usual: RequestOptions, widgets: Mapping[str, Any]) -> RequestOptions:
         max_tokens=int(widgets["max_tokens"]) or None,
         sample=temperature > 0,
         temperature=temperature or None,
+        top_p=widgets["top_p"] or None if temperature > 0 else None,
+        seed=int(widgets["seed"] or 0) or None,
     )
 
 
@@ -159,20 +162,20 @@ Updates = Generator[PageUpdate, None, PageUpdate | None]
 
 
 def tiles(counters: Snapshot | None = None, decoded: float = 0, seconds: float = 0) -> str:
-    """The live statistics as HTML; a dash for unknown values. `decoded`: tokens that were decoded in `seconds`."""
-    values = dict.fromkeys(TILES, "-")
-    if counters is not None:
-        if decoded:  # bytes copied over a link were read from disk before, or were in host memory
-            fetched = max(counters.total(name, Phase.DECODE) for name in ("bytes_read", "bytes_copied"))
-            values["fetched/token"] = format_bytes(fetched / decoded)
-        if decoded and seconds:
-            values["tokens/s"] = f"{decoded / seconds:.1f}"
-        if (hit_rate := counters.hit_rate()) is not None:
-            values["hit rate"] = f"{hit_rate:.1%}"
-        values["stalled"] = f"{counters.total('stall_seconds'):.2f} s"
-        if shares := counters.shares(("better", "other")):
-            values["better format"] = f"{shares.get('better', 0):.1%}"
-    cells = (f'<div title="{TILES[name]}"><b>{value}</b>{name}</div>' for name, value in values.items())
+    """The live statistics as HTML, of known values only. `decoded`: tokens that were decoded in `seconds`."""
+    if counters is None:
+        return NO_FIGURES
+    values = {"stalled": f"{counters.total('stall_seconds'):.2f} s"}
+    if decoded:  # bytes copied over a link were read from disk before, or were in host memory
+        fetched = max(counters.total(name, Phase.DECODE) for name in ("bytes_read", "bytes_copied"))
+        values["fetched/token"] = format_bytes(fetched / decoded)
+    if decoded and seconds:
+        values["tokens/s"] = f"{decoded / seconds:.1f}"
+    if (hit_rate := counters.hit_rate()) is not None:
+        values["hit rate"] = f"{hit_rate:.1%}"
+    if shares := counters.shares(("better", "other")):
+        values["better format"] = f"{shares.get('better', 0):.1%}"
+    cells = (f'<div title="{what}"><b>{values[name]}</b>{name}</div>' for name, what in TILES.items() if name in values)
     return f'<div class="vm-tiles">{"".join(cells)}</div>'
 
 
@@ -227,9 +230,9 @@ class Page:
         return Baseline(self.engine).heat()
 
     def answer(
-        self, turn: PageTurn, history: History, session: str, options: RequestOptions | None = None
+        self, turn: PageTurn, history: History, session: str, options: RequestOptions | None = None, system: str = ""
     ) -> Iterator[PageUpdate]:
-        """Updates at most every REFRESH_S; the last one is complete. Asks `turn` after the turns of `history`.
+        """Updates at most every REFRESH_S; the last one is complete. Asks `turn` after the system prompt and `history`.
 
         Raises BusyError while this session's last answer is being written, and the engine's errors.
         """
@@ -237,7 +240,7 @@ class Page:
         if self.running.setdefault(session, running) is not running:
             raise BusyError("The last answer is still being written: wait until it ends, or stop it.")
         try:
-            last = yield from self._answer(turn, history, running, options or self.options)
+            last = yield from self._answer(turn, history, running, options or self.options, system)
         finally:
             running.cancel()  # also if the page was closed during an answer
             self.running.pop(session, None)
@@ -245,11 +248,13 @@ class Page:
         if last is not None:  # after this update the next question may come
             yield last
 
-    def _answer(self, turn: PageTurn, history: History, running: RunningAnswer, options: RequestOptions) -> Updates:
+    def _answer(self, turn: PageTurn, history: History, running: RunningAnswer, options: RequestOptions, system: str) -> Updates:
         """All updates but the last one, which is returned; None if the visitor left the conversation."""
         since = Baseline(self.engine)
         turn = dataclasses.replace(turn, answer="", reasoning="")
-        reply = self.engine.chat([message for past in (*history, turn) for message in past.messages()], options)
+        instructions = [{"role": "system", "content": system}] if system.strip() else []
+        turns = [message for past in (*history, turn) for message in past.messages()]
+        reply = self.engine.chat(instructions + turns, options)
         running.begin(reply)
         pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
         reply.deliver_to(pieces.put)

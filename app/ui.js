@@ -1,4 +1,4 @@
-/* Files for the chat page: a file dropped anywhere is attached to the question, and never makes the browser leave the page.
+/* Files for the chat page: a file dropped or pasted anywhere is attached to the question, and never makes the browser leave the page.
    If a file cannot be attached, the page says so and holds the question back until the visitor has read that: no question is
    answered without its file unnoticed. */
 (() => {
@@ -34,7 +34,8 @@
 
   /* Files that gradio did not accept. */
   function attach(event) {
-    if (event.defaultPrevented || (writesText(event) && !carriesFiles(event))) return;
+    const pasted = event.type === "paste";
+    if (event.defaultPrevented || (pasted ? inQuestion(event) || !filesOf(event).length : writesText(event) && !carriesFiles(event))) return;
     event.preventDefault();
     const files = filesOf(event), input = document.querySelector("#question input[type=file]");
     if (!files.length) return refuse("what was dropped is not a file. Save the picture, and drop the file.");
@@ -95,5 +96,5 @@
   ["dragenter", "dragover"].forEach(name => window.addEventListener(name, event => {
     if (carriesFiles(event) || !writesText(event)) event.preventDefault();
   }));
-  window.addEventListener("drop", attach);
+  ["drop", "paste"].forEach(name => window.addEventListener(name, attach));
 })();

@@ -1,21 +1,26 @@
 """`vismoe ui`: a chat page on this machine only, with images, streamed answers, and a tab that shows the machine at work.
 
-This module connects the widgets (`widgets`) with the logic (`page`); `ui_serving` is the server. A visitor's conversation exists
-only in their own session. Nothing is loaded from another machine: fonts are the system's, pictures and styles come from this
-package. gradio is imported inside functions only: without it everything but this page works.
+This module connects the widgets (`widgets`) with the logic (`page`); `ui_serving` is the server. On the server a visitor's
+conversation exists only in their own session; the browser keeps it. Nothing is loaded from another machine: fonts are the
+system's, pictures and styles come from this package. gradio is imported inside functions only: without it everything but this
+page works.
 """
 
+import dataclasses
 import html
 import importlib.util
+import json
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from vismoe.app.conversations import read_record, record
 from vismoe.app.memory_view import head
 from vismoe.app.page import Finished, History, Page, PageTurn, PageUpdate, chosen, shown, tiles, turn_at
 from vismoe.app.pictures import NO_IMAGE
 from vismoe.app.uploads import Uploads
-from vismoe.app.widgets import NOT_YET, chat_tab, examples, formats_of, machine_tab
+from vismoe.app.widgets import NOT_YET, chat_tab, examples, formats_of, machine_tab, theme_switch
 from vismoe.errors import BusyError, ConfigError, VisMoEError
 
 if TYPE_CHECKING:
@@ -41,7 +46,9 @@ def build(page: Page, uploads: Uploads) -> "gr.Blocks":
     import gradio as gr
 
     with gr.Blocks(title="VisMoE", fill_width=True, analytics_enabled=False) as blocks:
-        top = gr.HTML(head(page.engine.name, page.engine.plan))
+        with gr.Row(elem_id="top"):
+            top = gr.HTML(head(page.engine.name, page.engine.plan), min_width=260)
+            theme_switch()
         with gr.Tabs():
             with gr.Tab("Chat", id="chat"):
                 chat = chat_tab(page)
@@ -58,24 +65,27 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
 
     box, chatbot, history = chat["box"], chat["chatbot"], chat["history"]
     drawn = [chat["tiles"], *(machine[name] for name in ("live", "heat", "pictures", "time_line", "tiers", "plan", "head"))]
-    outputs = [box, chatbot, history, chat["again"], chat["notice"], *drawn]
-    inputs = {history, *chat["options"].values()}  # a set, so that handlers get the values by widget
+    outputs = [box, chatbot, history, chat["again"], chat["notice"], *drawn, chat["number"], chat["shelf"]]
+    inputs = {history, chat["number"], *chat["options"].values()}  # a set, so that handlers get the values by widget
     still = [gr.skip()] * len(outputs)
 
     def run(turn: Callable[[], PageTurn], before: History, values: Values, request: gr.Request) -> Iterator[list[Any]]:
         """Answers `turn()` after the turns `before`; an error is shown below the conversation, which is then unchanged."""
         asked, past, session = None, values[history], str(request.session_hash)
+        number = values[chat["number"]] or uuid.uuid4().hex
         try:
-            options = chosen(page.options, {name: values[widget] for name, widget in chat["options"].items()})
+            asked_for = {name: values[widget] for name, widget in chat["options"].items()}
+            options, system = chosen(page.options, asked_for), asked_for["system"] or ""
             asked = turn()
             uploads.use(session, asked.files)
             box_now, again_now, notice_now = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True), gr.skip(), ""
-            for update in page.answer(asked, before, session, options):
+            for update in page.answer(asked, before, session, options, system):
                 if update.finished:
                     past = update.history
                     box_now = _ready(asked if len(past) == len(before) else None)  # restored if stopped before the first word
                     again_now = _again(past)
-                yield [box_now, shown(update.history), past, again_now, notice_now, *_drawn(update)]
+                kept = record(number, system, past) if update.finished and past else gr.skip()
+                yield [box_now, shown(update.history), past, again_now, notice_now, *_drawn(update), number, kept]
                 box_now = notice_now = gr.skip()
         except BusyError as error:
             gr.Info(html.escape(str(error)), title="One at a time")
@@ -112,10 +122,29 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     def stop(request: gr.Request) -> None:
         page.stop(str(request.session_hash))
 
+    def begin(number: str = "", past: History = ()) -> list[Any]:
+        """The page with another conversation, whose answers were written before."""
+        empty = [tiles(), tiles(), page.heat(), NO_IMAGE, NOT_YET, NOT_YET, gr.skip(), gr.skip()]
+        return [_ready(), shown(past), past, _again(past), "", *empty, number, json.dumps({"opened": number})]
+
+    def leave(session: str) -> None:
+        page.leave(session)
+        uploads.forget(session)
+
     def forget(request: gr.Request) -> list[Any]:
-        page.leave(str(request.session_hash))
-        uploads.forget(str(request.session_hash))
-        return [_ready(), [], (), _again(()), "", tiles(), tiles(), page.heat(), NO_IMAGE, NOT_YET, NOT_YET, gr.skip(), gr.skip()]
+        leave(str(request.session_hash))
+        return begin()
+
+    def restore(event: gr.EventData, request: gr.Request) -> list[Any]:
+        session = str(request.session_hash)
+        try:
+            number, system, read = read_record(event._data)
+        except Exception as error:  # whatever the browser sends, the conversation stays
+            return [*still[:4], told(error), *still[5:], gr.skip()]
+        leave(session)
+        stored = [tuple(uploads.add(session, *picture) for picture in pictures) for _, pictures in read]
+        past = tuple(dataclasses.replace(turn, files=files) for (turn, _), files in zip(read, stored, strict=True))
+        return [*begin(number, past), system]
 
     answering: dict[str, Any] = {
         "outputs": outputs,
@@ -132,8 +161,11 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     leaving = [chat["forget"].click, chatbot.clear]
     gr.on(leaving, forget, None, outputs, concurrency_limit=None, show_progress="hidden", api_name="forget")
 
-    policy, formats = chat["options"]["policy"], chat["options"]["formats"]
-    policy.input(None, [policy, formats], formats, js=formats_of(chat["offers"]))
+    shelf_outputs = [*outputs, chat["options"]["system"]]
+    chat["shelf"].restore(restore, None, shelf_outputs, concurrency_limit=None, show_progress="hidden", api_name="restore")
+
+    policy, *shown_with_it = (chat["options"][name] for name in ("policy", "formats", "retention"))
+    policy.input(None, [policy, shown_with_it[0]], shown_with_it, js=formats_of(chat["offers"]))
 
 
 def _visits(page: Page, uploads: Uploads, blocks: "gr.Blocks") -> None:

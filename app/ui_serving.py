@@ -35,6 +35,7 @@ MOST_FILE_BYTES = 64 * 2**20
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP")  # what ends a process; raises KeyboardInterrupt here, so that resources are closed
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "DejaVu Sans", "sans-serif"]
 FIXED_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
+SCRIPTS = ("ui.js", "ui_keys.js", "ui_conversations.js")
 SAME_ORIGIN = (  # whatever an answer links to, the browser only contacts this server
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:\">"
 )
@@ -85,7 +86,7 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
             ssr_mode=False,
             theme=gr.themes.Default(primary_hue="teal", neutral_hue="slate", font=FONTS, font_mono=FIXED_FONTS),
             css_paths=Path(__file__).with_name("ui.css"),
-            head=f"{SAME_ORIGIN}<script>{Path(__file__).with_name('ui.js').read_text()}</script>",
+            head=SAME_ORIGIN + "".join(f"<script>{Path(__file__).with_name(name).read_text()}</script>" for name in SCRIPTS),
             footer_links=[],
             max_file_size=MOST_FILE_BYTES,
             allowed_paths=[str(pictures_folder())],

@@ -77,6 +77,18 @@ class Uploads:
                     used[file] = file.stat().st_mtime_ns
             self._sweep()
 
+    def add(self, session: str, name: str, data: bytes) -> str:
+        """A picture of a conversation that this session opens; stored where gradio stores the same bytes as an upload."""
+        from gradio.processing_utils import hash_bytes
+
+        file = self.folder / hash_bytes(data) / name
+        with self._lock:
+            file.parent.mkdir(exist_ok=True)
+            if not file.exists():
+                file.write_bytes(data)
+            self._used.setdefault(session, {})[file] = file.stat().st_mtime_ns
+        return str(file)
+
     def forget(self, session: str) -> None:
         """A conversation begins anew: removes the files that only it used."""
         with self._lock:

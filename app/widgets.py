@@ -7,42 +7,63 @@ from typing import TYPE_CHECKING, Any
 from vismoe.app.memory_view import backends_table, memory_plan
 from vismoe.app.page import Page, tiles
 from vismoe.app.pictures import NO_IMAGE
-from vismoe.config import SETTINGS
+from vismoe.config import SETTINGS, parse_formats
 from vismoe.engine.engine import Engine, demo_model
 from vismoe.options import HOTTEST, OPTIONS
+from vismoe.pair import Format
 
 if TYPE_CHECKING:
     import gradio as gr
 
 EXAMPLES = 4
 LEAST_KEEP = 0.1
+MOST_SYSTEM = 20000  # characters of a system prompt
 MOST_TOKENS = 2048  # limit of the slider, unless the planned context is smaller
 PAIRS = ("lossless/int8", "16/4", "16/2", "8/4", "8/2", "4/2", "4/0")  # offered on the page, beside the pair of the start
 WORDS = {  # label and explanation of each setting
-    "keep": (
-        "Visual tokens kept",
-        "The share of an image's tokens that is kept. Fewer are faster and need fewer experts; 1 is exact.",
+    "max_tokens": ("Longest answer", "In tokens, which are words or parts of words. 0: as long as the planned context allows."),
+    "temperature": ("Temperature", "0 always takes the likeliest word, so answers repeat; larger values add randomness."),
+    "system": ("System prompt", "Instructions for the whole conversation, such as: Answer in one sentence."),
+    "top_p": (
+        "Top-p",
+        "With a temperature above 0: draw from the likeliest words that have this share together. 0: the model's own value.",
     ),
-    "selection": ("Selection of kept tokens", "How the patches to keep are chosen; compare them on the same image."),
-    "policy": (
-        "Policy for the formats of experts",
-        "exact: no change. hotness: often used experts get the better format. importance: those a question needs.",
-    ),
-    "formats": (
-        "The two formats",
-        "In bits, 0 skips experts. Listed: packed pairs that fit; for more: vismoe pack MODEL --formats int4,int2.",
-    ),
-    "retention": (
-        "Retention",
-        "With importance: the share of a layer's needed experts in the better format, on average over layers.",
-    ),
+    "seed": ("Seed", "With a temperature above 0: the same number repeats an answer. 0: another answer each time."),
+    "keep": ("Picture detail", "The share of each picture that the model goes on looking at. Less is faster; 1 keeps all of it."),
+    "selection": ("Parts of a picture to keep", "Used with a picture detail below 1. Compare them on the same picture."),
+    "policy": ("Precision of experts", "Experts are the parts of the model that are loaded as needed. Fewer bits load faster."),
+    "formats": ("The two precisions", "More bits give better answers, fewer bits are faster. Listed is what is packed and fits."),
+    "retention": ("Share in the better precision", "Of the experts that a question needs. More is better and slower."),
     "draft": (
         "Guess ahead",
         "Guesses the next words and checks several at once. The answer stays the same; texts that repeat get faster.",
     ),
-    "max_tokens": ("Longest answer", "In tokens, which are words or parts of words. 0: to the end of the planned context."),
-    "temperature": ("Temperature", "0 always takes the likeliest word, so answers repeat; larger values add randomness."),
 }
+POLICIES = {
+    "exact": "the same for all",
+    "hotness": "better where often used",
+    "importance": "better where the question needs it",
+    "hotness+importance": "better where often used or needed",
+}
+SELECTIONS = {
+    "affinity": "that need few further experts (affinity)",
+    "saliency": "that draw attention (saliency)",
+    "distinct": "that differ from the rest (distinct)",
+    "visionzip": "that draw attention, and a summary (visionzip)",
+    "uniform": "an even grid (uniform)",
+    "random": "by chance (random)",
+}
+DRAFTS = {"none": "no", "ngram": "from the text so far", "self": "with a smaller copy of the model", "auto": "what pays"}
+PRECISIONS = {
+    Format.LOSSLESS: "lossless", Format.RAW: "unchanged", Format.INT8: "8 bit", Format.INT4: "4 bit", Format.INT2: "2 bit",
+    None: "left out",
+}  # fmt: skip
+ACTIONS = {"rename": "Rename", "delete": "Delete", "markdown": "Save as Markdown", "json": "Save as JSON"}
+SHELF = (  # ui_conversations.js fills it
+    '<details><summary>Conversations</summary><nav aria-label="Conversations"><ul></ul></nav><div class="vm-actions">'
+    + "".join(f'<button data-action="{action}" disabled>{name}</button>' for action, name in ACTIONS.items())
+    + '</div><p class="vm-error" role="alert"></p></details>'
+)
 NOT_YET = '<p class="vm-note">Ask something; this appears with the answer.</p>'
 
 
@@ -60,9 +81,12 @@ def examples() -> list[dict[str, Any]]:
 def chat_tab(page: Page) -> dict[str, Any]:
     import gradio as gr
 
-    widgets: dict[str, Any] = {"history": gr.State(())}
+    widgets: dict[str, Any] = {"history": gr.State(()), "number": gr.State("")}
     with gr.Row():
-        with gr.Column(scale=3, min_width=320):
+        with gr.Column(scale=1, min_width=200):
+            made = "vismoe.conversations(element, props, record => trigger('restore', record), watch)"
+            widgets["shelf"] = gr.HTML("", html_template=SHELF, js_on_load=made, padding=False, elem_id="shelf")
+        with gr.Column(scale=4, min_width=320):
             widgets["chatbot"] = gr.Chatbot(
                 label="Conversation",
                 show_label=False,
@@ -95,35 +119,63 @@ def chat_tab(page: Page) -> dict[str, Any]:
                 widgets["again"] = gr.Button("Answer again", size="sm", min_width=120, interactive=False, elem_id="again")
                 widgets["forget"] = gr.Button("New conversation", size="sm", min_width=120, elem_id="forget")
         with gr.Column(scale=1, min_width=280):
-            widgets["tiles"] = gr.HTML(tiles())
             widgets["offers"] = offers(page.engine)
             widgets["options"] = _settings(page, widgets["offers"])
+            widgets["tiles"] = gr.HTML(tiles())
             gr.Markdown(f"**Memory** {page.engine.plan.memory}, fixed at start: `vismoe ui --memory ...` changes it.")
     return widgets
 
 
-def _settings(page: Page, offered: dict[str, list[str]]) -> dict[str, Any]:
-    """Settings from the next question on, by the names of `RequestOptions`."""
+def theme_switch() -> None:
     import gradio as gr
 
-    engine, settings, longest = page.engine, page.engine.settings, page.options.max_tokens or 0
+    names = {"system": "Theme: as the system", "light": "Theme: light", "dark": "Theme: dark"}
+    options = "".join(f'<option value="{value}">{name}</option>' for value, name in names.items())
+    gr.HTML(
+        f'<select id="theme" aria-label="Theme">{options}</select>', js_on_load="vismoe.paint()", min_width=190, elem_id="switch"
+    )
+
+
+def _settings(page: Page, offered: dict[str, list[str]]) -> dict[str, Any]:
+    """Settings from the next question on, by the names of `RequestOptions`, and the system prompt. What cannot work is hidden."""
+    import gradio as gr
+
+    engine, settings, usual = page.engine, page.engine.settings, page.options
     words = {name: {"label": label, "info": info, "elem_id": name.replace("_", "-")} for name, (label, info) in WORDS.items()}
-    if len(offered) == 1:
-        words["policy"]["info"] += f" Other policies cannot serve here: {engine.why_not('importance', settings.formats)}"
-    selections = [("automatic" if settings.selection == "auto" else settings.selection, ""), *OPTIONS["selection"].choices]
-    least_keep, most_tokens = min(LEAST_KEEP, settings.keep), max(longest, min(MOST_TOKENS, engine.plan.context))
-    pairs = list(dict.fromkeys([settings.formats, *(pair for pairs in offered.values() for pair in pairs)]))
-    retention = SETTINGS["retention"].range
-    return {
-        "keep": gr.Slider(least_keep, 1.0, settings.keep, step=0.05, visible=engine.can_prune, **words["keep"]),
-        "selection": gr.Dropdown(selections, value="", visible=engine.can_prune, **words["selection"]),
-        "policy": gr.Dropdown(list(offered), value=settings.policy, interactive=len(offered) > 1, **words["policy"]),
-        "formats": gr.Dropdown(pairs, value=settings.formats, interactive=bool(offered[settings.policy]), **words["formats"]),
-        "retention": gr.Slider(retention.low, retention.high, settings.retention, step=0.05, **words["retention"]),
-        "draft": gr.Dropdown(list(engine.drafts), value=settings.draft, visible=len(engine.drafts) > 1, **words["draft"]),
-        "max_tokens": gr.Slider(0, most_tokens, longest, step=1, **words["max_tokens"]),
+    longest = usual.max_tokens or 0
+    drafts = [(DRAFTS[name], name) for name in engine.drafts]
+    widgets: dict[str, Any] = {
+        "max_tokens": gr.Slider(0, max(longest, min(MOST_TOKENS, engine.plan.context)), longest, step=1, **words["max_tokens"]),
         "temperature": gr.Slider(0, HOTTEST, 0, step=0.1, **words["temperature"]),
     }
+    with gr.Accordion("More", open=False):
+        widgets["system"] = gr.Textbox(lines=3, max_length=MOST_SYSTEM, **words["system"])
+        widgets["top_p"] = gr.Slider(0, 1, usual.top_p or 0, step=0.05, **words["top_p"])
+        widgets["seed"] = gr.Number(usual.seed or 0, precision=0, **words["seed"])
+    with gr.Accordion("Quality and speed", open=False, visible=engine.can_prune or len(offered) > 1 or len(drafts) > 1):
+        least_keep, retention = min(LEAST_KEEP, settings.keep), SETTINGS["retention"].range
+        first = "automatic" if settings.selection == "auto" else SELECTIONS[settings.selection]
+        selections = [(first, ""), *((SELECTIONS[name], name) for name in OPTIONS["selection"].choices)]
+        policies = [(POLICIES[name], name) for name in offered]
+        pairs = choices_of(list(dict.fromkeys([settings.formats, *(pair for pairs in offered.values() for pair in pairs)])))
+        widgets |= {
+            "keep": gr.Slider(least_keep, 1.0, settings.keep, step=0.05, visible=engine.can_prune, **words["keep"]),
+            "selection": gr.Dropdown(selections, value="", visible=engine.can_prune, **words["selection"]),
+            "policy": gr.Dropdown(policies, value=settings.policy, visible=len(offered) > 1, **words["policy"]),
+            "formats": gr.Dropdown(pairs, value=settings.formats, visible=bool(offered[settings.policy]), **words["formats"]),
+            "retention": gr.Slider(
+                retention.low, retention.high, settings.retention, step=0.05, visible="importance" in settings.policy,
+                **words["retention"],
+            ),
+            "draft": gr.Dropdown(drafts, value=settings.draft, visible=len(drafts) > 1, **words["draft"]),
+        }  # fmt: skip
+    return widgets
+
+
+def choices_of(pairs: list[str]) -> list[tuple[str, str]]:
+    """Pairs of formats with words for them."""
+    parsed = [(pair, parse_formats(pair)) for pair in pairs]
+    return [(f"{PRECISIONS[both.high]}, the rest {PRECISIONS[both.low]}", pair) for pair, both in parsed]
 
 
 def offers(engine: Engine) -> dict[str, list[str]]:
@@ -135,17 +187,19 @@ def offers(engine: Engine) -> dict[str, list[str]]:
 
 
 def formats_of(offered: dict[str, list[str]]) -> str:
-    """A function for the browser: the policy and the formats chosen so far -> the choices of formats under this policy.
+    """A function for the browser: the policy and the formats chosen so far -> the choices of formats under this policy, and which
+    of formats and retention are shown.
 
     It runs in the browser because gradio refuses a value that the server's list of choices no longer has: had the server changed
     its list, each request sent before its answer arrived would fail.
     """
+    pairs = {policy: choices_of(pairs) for policy, pairs in offered.items()}
     return (
         "(policy, chosen) => {"
-        f"const pairs = {json.dumps(offered)}[policy];"
-        "const choices = (pairs.length ? pairs : [chosen]).map((pair) => [pair, pair]);"
-        "const value = pairs.length && !pairs.includes(chosen) ? pairs[0] : chosen;"
-        "return {__type__: 'update', choices, value, interactive: pairs.length > 0};"
+        f"const pairs = {json.dumps(pairs)}[policy], known = pairs.some(([_, pair]) => pair === chosen);"
+        "const formats = pairs.length ? {choices: pairs, value: known ? chosen : pairs[0][1]} : {};"
+        "return [{__type__: 'update', ...formats, visible: pairs.length > 0},"
+        " {__type__: 'update', visible: policy.includes('importance')}];"
         "}"
     )
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine
 
 from vismoe.cli import main as cli
 
@@ -30,6 +31,7 @@ IMAGES = Path(__file__).parent.parent / "assets" / "images"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-sync"]
 FLAGS += ["--disable-features=SpareRendererForSitePerProcess"]  # a process that waits for a page which nobody opens
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+USED = {"button", "combobox", "link", "listbox", "searchbox", "slider", "spinbutton", "tab", "textbox"}
 WAIT_MS = 60_000  # a busy machine is not a failure
 WHOLE = json.loads((IMAGES / "pictures.json").read_text())["demo.png"]["answer"]
 PUT = """(box, [event, name, bytes]) => {
@@ -88,18 +90,49 @@ class Visitor:
     def __init__(self, browser, address: str, size: dict[str, int]):
         self.context = browser.new_context(viewport=size, has_touch=size is PHONE)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(WAIT_MS)
         self.complaints: list[str] = []
-        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda asked: self._local(asked.url, address))
+        self.asked_back: list[str] = []  # what the page wants confirmed, or answered
+        self.agrees, self.answers_with = True, ""
+        self.address = address
+        self.watched(self.page)
         self.page.goto(address)
         self.box = self.page.locator("#question textarea")
         self.box.wait_for()
 
+    def watched(self, page):
+        page.set_default_timeout(WAIT_MS)
+        page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
+        page.on("dialog", self._reply)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda asked: self._local(asked.url, self.address))
+        return page
+
     def _local(self, url: str, address: str) -> None:
         if not url.startswith((address, "data:", "blob:")):
             self.complaints.append(f"asked for {url}")
+
+    def _reply(self, dialog) -> None:
+        self.asked_back.append(dialog.message)
+        dialog.accept(self.answers_with) if self.agrees else dialog.dismiss()
+
+    def reload(self) -> None:
+        """gradio complains about its connection when its page is left."""
+        self.page.reload()
+        self.box.wait_for()
+        left = ("AbortError", "Connection errored out")
+        self.complaints[:] = [said for said in self.complaints if not any(word in said for word in left)]
+
+    def titles(self) -> list[str]:
+        return self.page.locator("#shelf li").all_inner_texts()
+
+    def nameless(self) -> list[str]:
+        """What a screen reader cannot name, of all that can be used."""
+        inspector = self.context.new_cdp_session(self.page)
+        nodes = inspector.send("Accessibility.getFullAXTree")["nodes"]
+        used = [node for node in nodes if node.get("role", {}).get("value") in USED]
+        assert len(used) > 10
+        bare = [node["backendDOMNodeId"] for node in used if not node.get("name", {}).get("value", "").strip()]
+        return [inspector.send("DOM.getOuterHTML", {"backendNodeId": node})["outerHTML"][:300] for node in bare]
 
     def attach(self, name: str) -> None:
         self.page.locator("#question input[type=file]").set_input_files(IMAGES / name)
@@ -128,8 +161,11 @@ class Visitor:
         self.page.get_by_role("tab", name="Chat").click()
         return text
 
+    def unfold(self, fold: str) -> None:
+        self.page.get_by_role("button", name=fold).click()
+
     def keep(self, share: str) -> None:
-        number = self.page.get_by_label("number input for Visual tokens kept")
+        number = self.page.get_by_label("number input for Picture detail")
         number.fill(share)
         number.press("Tab")
 
@@ -146,11 +182,11 @@ class Visitor:
 
 @pytest.fixture
 def visit(browser, address):
-    """Makes visitors; at the end none of them may have had a complaint."""
+    """Makes visitors, of another page if they are given its address; at the end none of them may have had a complaint."""
     visitors = []
 
-    def make(size=DESKTOP) -> Visitor:
-        visitors.append(Visitor(browser, address, size))
+    def make(size=DESKTOP, at=address) -> Visitor:
+        visitors.append(Visitor(browser, at, size))
         return visitors[-1]
 
     yield make
@@ -174,6 +210,7 @@ def test_a_picture_is_uploaded_asked_about_followed_up_and_looked_at_again_with_
     known, all_of_it = map(int, re.search(r"(\d+) of (\d+) tokens of the question were cached", said).groups())
     assert 64 < known < all_of_it
 
+    me.unfold("Quality and speed")
     me.keep("0.5")
     me.page.get_by_role("button", name="Answer again").click()
     assert "32 of 64 patches kept" in me.machine("32 of 64")
@@ -187,23 +224,28 @@ def test_a_picture_is_uploaded_asked_about_followed_up_and_looked_at_again_with_
 
 def test_who_decides_formats_is_chosen_for_the_next_question_and_what_cannot_be_is_said(visit):
     me = visit()
-    me.choose("policy", "importance")
-    me.shows("formats", "16/4")  # in place of a pair that cannot serve
-    me.choose("formats", "4/0")
-    me.choose("policy", "exact")
-    me.page.locator("#formats input:disabled").wait_for()
-    me.choose("policy", "importance")
-    me.shows("formats", "4/0")  # a pair that can serve stays
-    me.choose("formats", "16/4")
+    me.unfold("Quality and speed")
+    formats, retention = me.page.locator("#formats"), me.page.locator("#retention")
+    me.page.locator("#policy").wait_for()
+    assert formats.count() == retention.count() == 0, "there is nothing to choose"
+    me.choose("policy", "better where the question needs it")
+    me.shows("formats", "unchanged, the rest 4 bit")  # in place of a pair that cannot serve
+    retention.wait_for()
+    me.choose("formats", "4 bit, the rest left out")
+    me.choose("policy", "the same for all")
+    formats.wait_for(state="detached")
+    me.choose("policy", "better where the question needs it")
+    me.shows("formats", "4 bit, the rest left out")  # a pair that can serve stays
+    me.choose("formats", "unchanged, the rest 4 bit")
     me.page.get_by_role("button", name="What does the sign say?").click()
     assert me.tell(contains="OPEN") == 'It says "OPEN".'
     assert re.search(r"\d% raw, [\d.]+% int4 \(importance: raw/int4, 75% of", me.machine("experts were computed"))
     assert re.search(r"\d+ in raw, \d+ in int4", me.machine("half height: in int4, others in raw"))
 
     me.page.locator("#formats input").click()
-    assert [option.strip("\n ✓") for option in me.page.get_by_role("option").all_inner_texts()] == [
-        "16/4",
-        "4/0",
+    assert [option.strip("\n ✓") for option in me.page.locator("[role=option]").all_inner_texts()] == [
+        "unchanged, the rest 4 bit",
+        "4 bit, the rest left out",
     ]  # int4 is packed
     me.page.keyboard.press("Escape")
 
@@ -226,21 +268,23 @@ def test_an_error_is_read_below_a_conversation_that_stays(visit):
     assert me.tell(number=2) == 'It says "OPEN".' and notice.count() == 0
 
 
-def test_a_picture_dropped_anywhere_is_attached_and_the_browser_stays(visit, address):
+def test_a_picture_dropped_or_pasted_anywhere_is_attached_and_the_browser_stays(visit, address):
     me = visit()
     picture = list((IMAGES / "sign.png").read_bytes())
-    for number, where in enumerate(["#conversation", "h1", "#keep", "#max-tokens input", "body"]):
+    for number, where in enumerate(["#conversation", "h1", "#temperature", "#max-tokens input", "body"]):
         for event in ("dragenter", "dragover", "drop"):
             assert me.page.locator(where).first.evaluate(PUT, [event, "dropped.png", picture]), "the browser would open it"
         me.page.locator("#question img").nth(number).wait_for()
     me.page.get_by_role("tab", name="The machine at work").click()
     me.page.locator(".vm-panel:visible").first.evaluate(PUT, ["drop", "dropped.png", picture])
     me.page.locator("#question img").nth(5).wait_for()  # where it can be seen
+    assert me.page.locator("h1").evaluate(PUT, ["paste", "pasted.png", picture])
+    me.page.locator("#question img").nth(6).wait_for()
     me.page.locator("h1").evaluate(
         "box => box.dispatchEvent(new DragEvent('drop', {bubbles: true, dataTransfer: new DataTransfer()}))"
     )
     me.page.get_by_text("what was dropped is not a file").wait_for()
-    assert me.page.url == address and me.page.locator("#question img").count() == 6
+    assert me.page.url == address and me.page.locator("#question img").count() == 7
 
 
 def test_a_file_that_is_refused_is_said_before_any_answer(visit, tmp_path):
@@ -295,6 +339,172 @@ def test_a_long_answer_is_watched_and_stopped(visit):
     assert "stopped" in me.machine("stopped")
 
 
+def test_esc_stops_an_answer_and_nothing_else(visit):
+    me = visit()
+    me.page.keyboard.press("Escape")
+    me.page.get_by_role("button", name="What is in the picture?").click()
+    me.tell(contains="There is")
+    me.page.keyboard.press("Escape")
+    said = me.tell()
+    assert WHOLE.startswith(said) and len(said) < len(WHOLE)
+    me.box.fill("And now?")
+    me.page.keyboard.press("Escape")
+    assert me.box.input_value() == "And now?" and me.page.get_by_test_id("bot").count() == 1
+
+
+def test_a_conversation_is_cleared_after_a_confirmation_only(visit):
+    me = visit()
+    me.page.get_by_role("button", name="What does the sign say?").click()
+    me.tell(contains="OPEN")
+    me.page.get_by_test_id("submit-button").wait_for()
+    me.agrees = False
+    me.page.get_by_role("button", name="Clear").click()
+    assert len(me.asked_back) == 1 and me.page.get_by_test_id("bot").count() == 1
+    me.agrees = True
+    me.page.get_by_role("button", name="Clear").click()
+    me.page.get_by_test_id("bot").first.wait_for(state="detached")
+    me.page.keyboard.press("Control+Shift+O")
+    assert len(me.asked_back) == 2, "there is nothing to lose"
+
+
+def test_conversations_are_listed_reopened_with_their_pictures_after_a_reload_and_deleted(visit):
+    me = visit()
+    me.attach("demo.png")
+    me.ask("What does the sign say?")
+    assert me.tell() == 'It says "MENU".'
+    me.page.locator("#shelf [aria-current]", has_text="What does the sign say?").wait_for()
+    me.page.get_by_role("button", name="New conversation").click()
+    me.page.get_by_test_id("bot").first.wait_for(state="detached")
+    assert me.asked_back == [], "it is kept"
+    me.page.get_by_role("button", name="How many dogs are there?").click()
+    me.tell(contains="Three")
+    me.page.locator("#shelf [aria-current]", has_text="How many dogs are there?").wait_for()
+    assert me.titles() == ["How many dogs are there?", "What does the sign say?"]
+
+    me.reload()
+    assert me.tell(contains="Three") == "Three.", "the page shows again what it showed"
+    me.page.locator("#shelf li").nth(1).click()
+    assert me.tell(contains="MENU") == 'It says "MENU".'
+    me.page.locator("#conversation .user img").wait_for()
+    me.ask("What is in the picture?")
+    assert me.tell(number=2) == WHOLE, "it is asked on about the same picture"
+    me.page.wait_for_function("document.querySelector('#shelf li').innerText.includes('sign')")
+
+    me.page.get_by_role("button", name="Delete").click()
+    me.page.get_by_test_id("bot").first.wait_for(state="detached")
+    me.page.wait_for_function("document.querySelectorAll('#shelf li').length == 1")
+    me.reload()
+    me.box.wait_for()
+    me.page.locator("#shelf li").first.wait_for()
+    assert me.titles() == ["How many dogs are there?"] and len(me.asked_back) == 1
+
+
+def test_a_conversation_is_renamed_and_saved_as_files(visit):
+    me = visit()
+    me.page.get_by_role("button", name="What does the sign say?").click()
+    me.tell(contains="OPEN")
+    me.answers_with = "A sign"
+    me.page.get_by_role("button", name="Rename").click()
+    me.page.locator("#shelf li", has_text="A sign").wait_for()
+    with me.page.expect_download() as saved:
+        me.page.get_by_role("button", name="Save as JSON").click()
+    assert saved.value.suggested_filename == "A-sign.json"
+    whole = json.loads(Path(saved.value.path()).read_text())
+    (turn,) = whole["turns"]
+    assert (whole["title"], turn["question"], turn["answer"]) == ("A sign", "What does the sign say?", 'It says "OPEN".')
+    assert turn["pictures"][0]["data"].startswith("data:image/png;base64,")
+    with me.page.expect_download() as saved:
+        me.page.get_by_role("button", name="Save as Markdown").click()
+    text = Path(saved.value.path()).read_text()
+    assert text.startswith("# A sign\n") and 'It says "OPEN".' in text and "Picture: sign.png" in text
+
+
+def test_two_windows_do_not_overwrite_each_other(visit):
+    me = visit()
+    me.page.get_by_role("button", name="What does the sign say?").click()
+    me.tell(contains="OPEN")
+    me.page.locator("#shelf li").wait_for()
+    first, me.page = me.page, me.watched(me.context.new_page())
+    me.box = me.page.locator("#question textarea")
+    me.page.goto(first.url)
+    me.page.locator("#shelf li").click()
+    me.tell(contains="OPEN")
+    me.ask("Is there a cat?")
+    me.tell(number=2)
+    me.page.wait_for_function("document.querySelectorAll('#shelf li').length == 1")
+    first.locator("#question textarea").fill("Is there a dog?")
+    first.locator("#question textarea").press("Enter")
+    first.wait_for_function("document.querySelectorAll('#shelf li').length == 2")
+    me.page.wait_for_function("document.querySelectorAll('#shelf li').length == 2")
+    me.page.locator("#shelf li").first.click()
+    me.page.get_by_test_id("user").filter(has_text="Is there a dog?").wait_for()
+    me.page.locator("#shelf li").last.click()
+    me.page.get_by_test_id("user").filter(has_text="Is there a cat?").wait_for()
+
+
+def test_a_broken_record_is_an_error_and_not_a_broken_page(visit):
+    me = visit()
+    me.page.get_by_role("button", name="What does the sign say?").click()
+    me.tell(contains="OPEN")
+    me.page.locator("#shelf li").wait_for()
+    me.page.get_by_role("button", name="New conversation").click()
+    me.page.get_by_test_id("bot").first.wait_for(state="detached")
+    me.page.evaluate(
+        """() => new Promise(done => {
+            indexedDB.open("vismoe").onsuccess = ({target}) => {
+                const change = target.result.transaction("records", "readwrite"), records = change.objectStore("records");
+                records.getAll().onsuccess = ({target}) => {
+                    target.result[0].turns[0].pictures[0].data = "/etc/hostname";
+                    records.put(target.result[0]);
+                };
+                change.oncomplete = done;
+            };
+        })"""
+    )
+    me.page.locator("#shelf li button").click()
+    me.page.locator("#notice", has_text="this kept conversation cannot be read").wait_for()
+    me.ask("What does the sign say?")
+    me.tell()
+    me.page.wait_for_function("document.querySelectorAll('#shelf li').length == 2")
+
+
+def test_the_theme_is_chosen_and_kept(visit):
+    me = visit()
+    body, theme = me.page.locator("body"), me.page.get_by_label("Theme")
+    me.page.emulate_media(color_scheme="light")
+    assert not body.evaluate("body => body.classList.contains('dark')")
+    theme.select_option("dark")
+    me.page.locator("body.dark").wait_for()
+    me.reload()
+    me.page.locator("body.dark #question").wait_for()
+    me.page.wait_for_function("document.querySelector('#theme').value == 'dark'")
+    theme.select_option("system")
+    me.page.locator("body:not(.dark)").wait_for()
+    me.page.emulate_media(color_scheme="dark")
+    me.page.locator("body.dark").wait_for()
+
+
+def test_all_that_can_be_used_has_a_name_and_is_reached_by_keyboard(visit):
+    me = visit()
+    assert me.nameless() == []
+    me.attach("sign.png")
+    me.page.wait_for_function("document.querySelectorAll('#question [role=listitem]').length == 1")
+    assert me.nameless() == []
+    me.ask("What does the sign say?")
+    me.tell(contains="OPEN")
+    for fold in ("More", "Quality and speed"):
+        me.unfold(fold)
+    me.page.locator("#policy").wait_for()
+    assert me.nameless() == []
+    wanted = {"#theme", "#forget", "#again", "#question textarea", "#max-tokens input", "#temperature input", "#seed input"}
+    reached = set()
+    me.page.locator("#theme").focus()
+    for _ in range(60):
+        reached |= {where for where in wanted if me.page.locator(f"{where}:focus").count()}
+        me.page.keyboard.press("Tab")
+    assert reached == wanted
+
+
 def test_an_edited_question_is_answered_anew_about_the_same_picture(visit):
     me = visit()
     me.attach("wide.png")
@@ -342,9 +552,37 @@ def test_what_an_answer_shows_cannot_make_the_browser_ask_another_machine(visit)
     me.complaints[:] = [said for said in me.complaints if stranger not in said]
 
 
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_code_and_tables_of_an_answer_are_drawn(visit, size, scheme):
+    from vismoe.app.page import Page
+    from vismoe.app.ui_serving import served
+
+    code = "def area(width):\n    return width  # " + "a long comment " * 20
+    table = "| animal | where it lives |\n|---|---|\n| snail | at home |\n\n<b onclick='x()'>end</b>"
+    said = [f"```python\n{code}\n```\n\n", table]
+    with served(Page(FakeEngine(script=[said]))) as at:
+        me = visit(size, at)
+        me.page.emulate_media(color_scheme=scheme)
+        me.ask("Show me")
+        assert "snail" in me.tell(contains="end")
+        answer = me.page.get_by_test_id("bot")
+        assert answer.locator("pre code").inner_text().strip() == code.strip() and answer.locator("[onclick]").count() == 0
+        cell = answer.locator("td", has_text="at home")
+        line, letters = (cell.evaluate(f"cell => getComputedStyle(cell).{what}") for what in ("borderTopWidth", "color"))
+        assert line == "1px" and (min(map(int, re.findall(r"\d+", letters)[:3])) > 128) == (scheme == "dark")
+        edge = "part => part.getBoundingClientRect().right"
+        parts = [answer.locator(part).first.evaluate(edge) for part in ("pre", "table")]
+        assert me.fits() and max(parts) <= me.page.locator("#conversation").evaluate(edge)
+        me.page.goto("about:blank")  # its server ends before its visitor
+
+
 def test_everything_fits_a_phone(visit):
     me = visit(PHONE)
     assert me.fits()
+    me.page.locator("#shelf summary").click()
+    me.page.locator("#shelf nav").wait_for()
+    me.page.locator("#shelf summary").click()
     me.page.get_by_role("button", name="How many dogs are there?").click()
     assert me.tell(contains="Three") == "Three."
     assert me.fits()

@@ -29,7 +29,10 @@ needs_gradio = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None, reason='gradio is missing: pip install "vismoe[serve]"'
 )
 AGAIN = ui._again
-SETTINGS = (1.0, "", "exact", "4/2", 0.75, "none", 256, 0.0)  # as the page's widgets stand at first
+SETTINGS = (256, 0.0, "", 0, 0, 1.0, "", "exact", "4/2", 0.75, "none")  # as the page's widgets stand at first
+
+
+NAMES = ("max_tokens", "temperature", "system", "top_p", "seed", *"keep selection policy formats retention draft".split())
 
 
 @pytest.fixture
@@ -73,8 +76,7 @@ def test_what_the_model_thinks_is_shown_folded_once_it_answers():
 
 def asked_for(**widgets):
     """What a question asks for, with these values in widgets that otherwise stand as they do at first."""
-    names = ("keep", "selection", "policy", "formats", "retention", "draft", "max_tokens", "temperature")
-    return chosen(Page(FakeEngine()).options, {**dict(zip(names, SETTINGS, strict=True)), **widgets})
+    return chosen(Page(FakeEngine()).options, {**dict(zip(NAMES, SETTINGS, strict=True)), **widgets})
 
 
 def test_the_engine_is_asked_with_the_history_and_the_settings_of_this_question(picture):
@@ -111,6 +113,19 @@ def test_of_the_settings_of_precision_those_count_that_the_policy_asks_for(asked
     assert f"experts were computed: {shares}" in last.finished.tiers
     assert ("75.0%</b>better format" if len(two) == 2 else "100.0%</b>better format") in last.tiles
     assert "expert pool" in last.finished.plan and "8 of 8" in last.finished.head, "another plan may have been made for it"
+
+
+def test_sampling_is_asked_for_with_a_temperature_only():
+    cold, hot = asked_for(top_p=0.5, seed=3), asked_for(top_p=0.5, seed=3, temperature=0.5)
+    assert (cold.sample, cold.top_p, hot.sample, hot.top_p, hot.seed) == (False, None, True, 0.5, 3)
+    assert asked_for(temperature=0.5).top_p is None and asked_for(temperature=0.5).seed is None
+
+
+def test_a_system_prompt_comes_first_and_an_empty_one_is_left_out():
+    engine = FakeEngine()
+    for system in ("Be brief.", " "):
+        list(Page(engine).answer(PageTurn.of("Hi", []), (), "me", system=system))
+    assert [[message["role"] for message in messages] for messages, _ in engine.calls] == [["system", "user"], ["user"]]
 
 
 def test_an_answer_is_asked_for_again_without_the_old_one(picture):
@@ -336,9 +351,10 @@ def test_a_question_with_an_image_is_answered_and_repeated_through_the_page(runn
     assert spoken(outputs) == [None, "What is this?", "one two"]
     assert "75.0%" in str(outputs)
     engine.script = [["three"]]
-    *_, outputs = client.submit(0.5, "", "importance", "8/2", 0.9, "none", 9, 0.0, api_name="/again")
+    *_, outputs = client.submit(9, 0.0, "Be brief.", 0.5, 3, 0.5, "", "importance", "8/2", 0.9, "none", api_name="/again")
     assert spoken(outputs) == [None, "What is this?", "three"]
-    ((message,), options) = engine.calls[-1]
+    ((system, message), options) = engine.calls[-1]
+    assert system == {"role": "system", "content": "Be brief."} and (options["top_p"], options["seed"]) == (None, 3)
     assert message["content"][0]["image"].size == (32, 16) and options["keep"] == 0.5 and options["max_tokens"] == 9
     assert (options["policy"], options["formats"], options["retention"]) == ("importance", "8/2", 0.9)
     assert "75.0% int8, 25.0% int2" in str(outputs) and "half height: in int2" in str(outputs)
@@ -412,6 +428,13 @@ def test_answer_again_is_active_once_there_is_an_answer_and_no_longer_than_it(mo
     assert [AGAIN(history).interactive for history in ((), (PageTurn("Hi", (), (), "fine"),))] == [False, True]
 
 
+def settings_of(engine):
+    import gradio as gr
+
+    with gr.Blocks():
+        return widgets._settings(Page(engine), widgets.offers(engine))
+
+
 @needs_gradio
 def test_only_policies_that_can_serve_are_offered_with_the_pairs_that_they_can_serve():
     every = widgets.offers(FakeEngine())
@@ -419,16 +442,16 @@ def test_only_policies_that_can_serve_are_offered_with_the_pairs_that_they_can_s
     some = widgets.offers(FakeEngine(packed={"16", "4"}))
     assert some == {"exact": [], **{policy: ["16/4"] for policy in every if policy != "exact"}}
     none = FakeEngine(packed=set())
-    shown_now = widgets._settings(Page(none), widgets.offers(none))
-    assert [choice for choice, _ in shown_now["policy"].choices] == ["exact"] and not shown_now["formats"].interactive
-    assert "needs packed experts. Fix: vismoe pack" in shown_now["policy"].info and not shown_now["policy"].interactive
+    shown_now = settings_of(none)
+    assert not any(shown_now[name].visible for name in ("policy", "formats", "retention", "draft"))
+    assert shown_now["keep"].visible
 
 
 @needs_gradio
 def test_without_packed_experts_no_policy_is_offered():
     with load(memory="100%", context=256, store="none") as engine:
         assert widgets.offers(engine) == {"exact": []}
-        names = [value for _, value in widgets._settings(Page(engine), widgets.offers(engine))["selection"].choices]
+        names = [value for _, value in settings_of(engine)["selection"].choices]
     assert names == ["", "affinity", "saliency", "distinct", "visionzip", "uniform", "random"]
 
 

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason='gradio is missing: pip install "vismoe[serve]"'),
     pytest.mark.filterwarnings("ignore:.*:Warning:gradio.queueing"),  # pandas deprecations
 ]
-SETTINGS = (1.0, "", "exact", "4/2", 0.75, "none", 256, 0.0)  # as the page's widgets stand at first
+SETTINGS = (256, 0.0, "", 0, 0, 1.0, "", "exact", "4/2", 0.75, "none")  # as the page's widgets stand at first
 
 
 @pytest.fixture

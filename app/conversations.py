@@ -8,14 +8,21 @@ import json
 import re
 from typing import Any
 
-from vismoe.app.page import History, PageTurn
-from vismoe.errors import InputError
-from vismoe.models.inputs.images import MAX_PIXELS, data_uri_payload, look_at, open_image
+from vismoe.app.page import History, PageTurn, opened
+from vismoe.errors import ConfigError, InputError
+from vismoe.models.inputs.documents import is_document
+from vismoe.models.inputs.images import MAX_PIXELS, look_at
+from vismoe.models.inputs.videos import SIGNATURE_BYTES, video_format
 
 MOST_TURNS, MOST_PICTURES = 1000, 64
 MOST_CHARACTERS = 2**22  # of one text
+MOST_CHARACTERS_OF_PICTURES = 2**28  # of all as data URIs
 MOST_PICTURE_BYTES = 64 * 2**20  # as of an upload
 
+SUFFIXES = {  # of videos, by FFmpeg's names of their formats
+    "mov": "mp4", "matroska": "mkv", "avi": "avi", "flv": "flv", "ogg": "ogv", "mpeg": "mpg", "mpegvideo": "mpg", "asf": "wmv",
+    "mpegts": "ts", "yuv4mpegpipe": "y4m",
+}  # fmt: skip
 Picture = tuple[str, bytes]  # name and encoded bytes
 
 
@@ -36,6 +43,9 @@ def read_record(given: Any) -> tuple[str, str, list[tuple[PageTurn, list[Picture
     count = sum(len(_of(turn, "pictures", list)) for turn in turns)
     if count > MOST_PICTURES:
         raise _broken(f"it has {count} pictures; at most {MOST_PICTURES} can be read")
+    characters = sum(len(_of(picture, "data", str)) for turn in turns for picture in turn["pictures"])
+    if characters > MOST_CHARACTERS_OF_PICTURES:
+        raise _broken(f"its pictures have {characters:,} characters; at most {MOST_CHARACTERS_OF_PICTURES:,} can be read")
     return number, _text(given, "system"), [_turn(turn) for turn in turns]
 
 
@@ -45,24 +55,33 @@ def _turn(given: Any) -> tuple[PageTurn, list[Picture]]:
     if not question.strip():
         raise _broken("a question is empty")
     try:
-        images = tuple(open_image(data) for _, data in pictures)
-    except InputError as error:
+        images = [one for name, data in pictures for one in opened(data, name)]
+    except (InputError, ConfigError) as error:
         raise _broken(f"a picture: {error}") from error
-    return PageTurn(question, (), images, answer, reasoning), pictures
+    return PageTurn(question, (), tuple(images), answer, reasoning), pictures
 
 
 def _picture(given: Any) -> Picture:
-    """Its name, made safe for a file, and its bytes."""
+    """The name of a picture, video or document, made safe for a file, and its bytes."""
     uri = _of(given, "data", str)
-    if not uri.startswith("data:image/") or len(uri) > MOST_PICTURE_BYTES * 4 // 3 + 100:
+    begin, comma, text = uri.partition(",")
+    if (
+        not comma
+        or not begin.startswith("data:")
+        or not begin.endswith(";base64")
+        or len(uri) > MOST_PICTURE_BYTES * 4 // 3 + 100
+    ):
         raise _broken("a picture is not a data URI of at most 64 MiB")
     try:
-        data = base64.b64decode(uri[data_uri_payload(uri) :], validate=True)
-        kind = look_at(data, MAX_PIXELS).format
+        data = base64.b64decode(text, validate=True)
+        if is_document(data):
+            kind = "pdf"
+        else:
+            kind = SUFFIXES.get(video_format(data[:SIGNATURE_BYTES]) or "") or look_at(data, MAX_PIXELS).format.lower()
     except (ValueError, InputError) as error:
         raise _broken(f"a picture: {error}") from error
     stem = re.sub(r"[^\w-]", "_", _text(given, "name").rpartition(".")[0])[:60] or "picture"
-    return f"{stem}.{kind.lower()}", data
+    return f"{stem}.{kind}", data
 
 
 def _text(given: Any, name: str) -> str:

@@ -6,6 +6,7 @@ per session; the caller holds the histories.
 
 import dataclasses
 import html
+import io
 import itertools
 import queue
 import threading
@@ -26,9 +27,11 @@ from vismoe.engine.generate import Reply
 from vismoe.engine.stats import Figures
 from vismoe.errors import BusyError, InputError
 from vismoe.metrics import Snapshot
-from vismoe.models.inputs.images import open_image
+from vismoe.models.inputs.documents import MOST_PAGES, is_document, opened_document
+from vismoe.models.inputs.images import MAX_PIXELS, open_image
 from vismoe.models.inputs.message_files import user_message
 from vismoe.models.inputs.responses import Piece
+from vismoe.models.inputs.videos import SIGNATURE_BYTES, opened_video, video_format
 from vismoe.options import RequestOptions
 from vismoe.types import Phase
 
@@ -67,7 +70,7 @@ def chosen(usual: RequestOptions, widgets: Mapping[str, Any]) -> RequestOptions:
 
 @dataclass(frozen=True)
 class PageTurn:
-    """A question with its pictures, as files to show and opened for the engine, and its answer."""
+    """A question with its pictures, videos and documents, as files to show and opened for the engine, and its answer."""
 
     question: str
     files: tuple[str, ...]
@@ -84,7 +87,7 @@ class PageTurn:
         """Opens the pictures; raises InputError for an empty question or a bad picture."""
         if not question.strip():
             raise InputError("there is no question; write one with the picture" if files else "there is no question")
-        return cls(question, tuple(files), tuple(map(_opened, files)))
+        return cls(question, tuple(files), tuple(itertools.chain.from_iterable(map(_opened, files))))
 
     def asked_as(self, question: str) -> "PageTurn":
         """The same pictures with another question and no answer yet; raises InputError for an empty question."""
@@ -98,15 +101,27 @@ class PageTurn:
         return [user_message(self.question, list(self.images)), *answer]
 
 
-def _opened(file: str) -> Any:
-    """The picture of an uploaded file; its InputError has the visitor's file name, and no path of this machine."""
+def _opened(file: str) -> list[Any]:
+    """What an uploaded file shows; its InputError has the visitor's file name, and no path of this machine."""
     name = Path(file).name
     if not Path(file).exists():
         raise InputError(f"{name}: the picture is no longer stored. Fix: attach it again")
     try:
-        return open_image(file)
+        return opened(Path(file).read_bytes(), name)
     except InputError as error:
-        raise InputError(str(error).replace(file, name)) from error
+        raise InputError(str(error).replace("the image", name)) from error
+
+
+def opened(data: bytes, name: str) -> list[Any]:
+    """The picture in a file's bytes, the pages of a document, or the message part of a video, which the model's family opens.
+    Raises InputError and ConfigError."""
+    if is_document(data):
+        with opened_document(data, name, MAX_PIXELS) as document:
+            return [document.page(number) for number in range(min(len(document.pages), MOST_PAGES))]
+    if video_format(data[:SIGNATURE_BYTES]) is not None:
+        with opened_video(io.BytesIO(data), name, MAX_PIXELS):  # that it can be read
+            return [{"type": "video", "video": data}]
+    return [open_image(data)]
 
 
 History = tuple[PageTurn, ...]
@@ -251,7 +266,8 @@ class Page:
     def _answer(self, turn: PageTurn, history: History, running: RunningAnswer, options: RequestOptions, system: str) -> Updates:
         """All updates but the last one, which is returned; None if the visitor left the conversation."""
         since = Baseline(self.engine)
-        turn = dataclasses.replace(turn, answer="", reasoning="")
+        seen = (self.engine.opened_video(one, options.image_tokens) if isinstance(one, dict) else one for one in turn.images)
+        turn = dataclasses.replace(turn, images=tuple(seen), answer="", reasoning="")
         instructions = [{"role": "system", "content": system}] if system.strip() else []
         turns = [message for past in (*history, turn) for message in past.messages()]
         reply = self.engine.chat(instructions + turns, options)

@@ -6,6 +6,7 @@ import io
 import json
 
 import pytest
+from clips import clip
 from PIL import Image
 
 from vismoe.app.conversations import MOST_CHARACTERS, MOST_PICTURES, MOST_TURNS, read_record, record
@@ -38,6 +39,20 @@ def test_what_the_browser_kept_is_read_again():
     assert (number, system, [turn for turn, _ in read]) == (NUMBER, "Be brief.", list(history))
     ((turn_read, ((name, data),)),) = read_record(kept())[2]
     assert turn_read.images[0].size == (20, 10) and name == "red.png" and data.startswith(b"\x89PNG")
+
+
+def test_videos_and_documents_come_back_as_what_they_were():
+    paper = io.BytesIO()
+    Image.new("RGB", (20, 10), "red").save(paper, "PDF", save_all=True, append_images=[Image.new("RGB", (20, 10), "blue")])
+    sent = [("a.mov", "video/quicktime", clip()), ("b.pdf", "application/pdf", paper.getvalue())]
+    pictures = [{"name": name, "data": f"data:{kind};base64,{base64.b64encode(data).decode()}"} for name, kind, data in sent]
+    ((read, stored),) = read_record(kept(turns=[turn(pictures=pictures)]))[2]
+    assert [name for name, _ in stored] == ["a.mp4", "b.pdf"]
+    film, *pages = read.images
+    assert film == {"type": "video", "video": clip()} and [page.size for page in pages] == [(40, 20)] * 2
+    broken = {"name": "a.mp4", "data": "data:video/mp4;base64," + base64.b64encode(clip()[:300]).decode()}
+    with pytest.raises(InputError, match=r"cannot be read: a picture: .*damaged.*Fix: "):
+        read_record(kept(turns=[turn(pictures=[broken])]))
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,16 @@ from test_qwen_images import BUILDERS, message
 
 import vismoe
 from vismoe.app.decoding import Decoder
+from vismoe.app.page import Page, PageTurn, shown
 from vismoe.cli import main as cli
 from vismoe.engine.engine import demo_model
 from vismoe.errors import ContextError, InputError
 from vismoe.models.inputs.images import open_image
 from vismoe.models.inputs.processor import load_processor, torchvision_works
 from vismoe.models.inputs.qwen_images import vision_process
-from vismoe.models.inputs.qwen_videos import Moment
+from vismoe.models.inputs.qwen_videos import Moment, Video
 from vismoe.models.inputs.videos import fetch_video_file, opened_video, video_format
+from vismoe.options import RequestOptions
 
 QUESTION = "What is in the picture?"
 SMALL = {"min_pixels": 1024, "max_pixels": 16 * 1024}  # few visual tokens
@@ -451,6 +453,22 @@ def test_another_process_reads_a_video_as_this_one_does():
         assert decoder.look_at_video(clip(), MOST, 30) == header
     finally:
         decoder.close()
+
+
+# -- the page
+def test_the_page_opens_a_video_once_for_all_questions_about_it(engine, tmp_path):
+    (tmp_path / "clip.mp4").write_bytes(clip(frames=12))
+    page, first = Page(engine), PageTurn.of(QUESTION, [str(tmp_path / "clip.mp4")])
+    options = RequestOptions(max_tokens=4, image_tokens=(4, 16), reuse=True)
+    *_, last = page.answer(first, (), "me", options)
+    assert last.history[0].answer == answer(engine, (clip(frames=12), {"image_tokens": [4, 16]}), max_tokens=4).answer
+    assert len(shown(last.history)) == 3 and isinstance(last.history[0].images[0]["video"], Video)
+    (tmp_path / "clip.mp4").unlink()
+    *_, more = page.answer(PageTurn.of("Why?", []), last.history, "me", options)
+    assert len(more.history) == 2 and more.history[1].answer
+    (tmp_path / "bad.mp4").write_bytes(clip()[:300])
+    with pytest.raises(InputError, match=r"^bad\.mp4: damaged"):
+        PageTurn.of(QUESTION, [str(tmp_path / "bad.mp4")])
 
 
 # -- the command line

@@ -21,6 +21,7 @@ SMALL_BYTES = BASE_BYTES // 2  # costs up to this are covered by BASE_BYTES
 VALUE_BYTES = 400  # per value in a body, parsed and checked: 160 for an object, 370 for a message
 TEXT_BYTES = 400  # per byte of text while it is tokenized: 160 in words, 400 if each byte is a token
 KEPT_BYTES = 4  # per pixel of a decoded picture
+RESIZED_BYTES = 24  # per pixel of a video's frame while it is resized: as it came, as bytes and as float32
 READ_BYTES = 16  # further bytes per pixel while the processor reads it: 13, and its hash
 SEEN_BYTES = 70  # per pixel of the processor's result: 66 with several pictures, 24 of these for the model
 UNKNOWN_BYTES = 32 * 2**20  # result of a processor with an unknown rule: seventeen tiles of 400 x 400
@@ -59,7 +60,8 @@ def video_cost(header: VideoHeader, plan: VideoPlan, tokens: int) -> PictureCost
     """The cost of a video of which the planned frames are decoded; they are kept at the size that the model sees."""
     pixels = len(plan.indices) * plan.width * plan.height
     building = (READ_BYTES + SEEN_BYTES // 2) * pixels  # two frames make one picture
-    return PictureCost(1, tokens, video_decoding_bytes(header), KEPT_BYTES * pixels, building)
+    decoding = video_decoding_bytes(header) + RESIZED_BYTES * header.width * header.height
+    return PictureCost(1, tokens, decoding, KEPT_BYTES * pixels, building)
 
 
 def pictures_bytes(costs: Sequence[PictureCost], of_text: int) -> int:

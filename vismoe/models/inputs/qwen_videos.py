@@ -164,10 +164,11 @@ class QwenVideos:
     def look(self, frames: int, asked: Mapping[str, Any]) -> Look:
         """How the model sees one of the frames that are given as a list; the package resizes them twice, first as images of
         patches twice as large. Raises InputError for impossible sizes."""
-        package, sizes = vision_process(), self._sizes(asked)
+        sizes = self._sizes(asked)
         frames += frames % TOGETHER
 
         def look(width: int, height: int) -> Sight:
+            package = vision_process()
             exact = "resized_height" in sizes
             first = (sizes["resized_height"], sizes["resized_width"]) if exact else (height, width)
             limits = () if exact else (sizes.get("min_pixels"), sizes.get("max_pixels"))

@@ -16,7 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from clips import clip
 from fake_engine import FakeEngine
+from PIL import Image
 
 from vismoe.cli import main as cli
 
@@ -397,6 +399,24 @@ def test_conversations_are_listed_reopened_with_their_pictures_after_a_reload_an
     me.box.wait_for()
     me.page.locator("#shelf li").first.wait_for()
     assert me.titles() == ["How many dogs are there?"] and len(me.asked_back) == 1
+
+
+def test_a_video_and_a_document_are_asked_about_and_come_back_after_a_reload(visit, tmp_path):
+    (tmp_path / "clip.mp4").write_bytes(clip(frames=8))
+    Image.open(IMAGES / "demo.png").convert("RGB").save(tmp_path / "page.pdf", "PDF", resolution=144)
+    me = visit()
+    me.page.locator("#question input[type=file]").set_input_files([tmp_path / "clip.mp4", tmp_path / "page.pdf"])
+    me.page.wait_for_function("document.querySelectorAll('#question [role=listitem]').length == 2")
+    me.ask("What is in the picture?")
+    assert me.tell()
+    me.machine("visual tokens were kept")
+    assert me.page.locator(".vm-pictures figure").count() == 3, "two moments, and a page"
+    me.page.locator("#conversation .user video").wait_for()
+    me.page.locator("#shelf [aria-current]").wait_for()
+    me.reload()
+    me.page.locator("#conversation .user video").wait_for()
+    me.ask("Why?")
+    assert me.tell(number=2)
 
 
 def test_a_conversation_is_renamed_and_saved_as_files(visit):

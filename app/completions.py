@@ -46,7 +46,7 @@ from vismoe.app.schemas import (
     count_values,
     parse,
 )
-from vismoe.errors import InputError
+from vismoe.errors import ContextError, InputError
 from vismoe.models.inputs.prompts import Prompt
 from vismoe.models.inputs.responses import Piece
 from vismoe.options import INT64, RequestOptions
@@ -240,7 +240,8 @@ class Completions:
                     asked.append(AskedVideo(str(source), videos, options))
             opened = iter(await self._intake.open_all(asked, share, of_text, seen))
         except InputError as error:
-            raise ApiError(400, str(error), "messages", "invalid_image") from error
+            code = "context_length_exceeded" if isinstance(error, ContextError) else "invalid_image"
+            raise ApiError(400, str(error), "messages", code) from error
         sources = (given.source for given in request.pictures)
         made = []
         for source, options in zip(sources, parts):

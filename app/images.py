@@ -259,7 +259,7 @@ def said_of(number: int, images: int) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(f"image {number} of {images}: {error}" if images > 1 else str(error)) from error
+        raise type(error)(f"image {number} of {images}: {error}" if images > 1 else str(error)) from error
 
 
 def _bounded(uri: str, max_bytes: int) -> str:

@@ -3,6 +3,7 @@ documents it, logits against the model's own path for videos, and through the en
 
 import base64
 import io
+import re
 from pathlib import Path
 
 import av
@@ -318,8 +319,10 @@ def test_impossible_options_are_refused_with_the_reason(options, words):
 def test_other_families_and_larger_videos_than_the_context_are_refused():
     with pytest.raises(InputError, match=r"cannot see videos here.*Fix: send frames as images"):
         BUILDERS["qwen2_5_vl"].build(films((clip(), {})), open_image)
-    with pytest.raises(ContextError, match="visual tokens, the planned context is 256"):
+    with pytest.raises(ContextError, match=r"2,100 visual tokens \(30 frames, 140 for two\), the planned context is 256") as told:
         BUILDERS["demo"].build(films((clip(), {"nframes": 30})), open_image, context=256)
+    (most,) = re.findall(r"Fix: max_frames=(\d+), ", str(told.value))
+    assert BUILDERS["demo"].build(films((clip(), {"max_frames": int(most)})), open_image, context=256).visual_tokens <= 256
     with pytest.raises(InputError, match="options of a video, not of an image"):
         BUILDERS["demo"].build(message({"image": Image.new("RGB", (64, 64)), "fps": 2}), open_image)
     with pytest.raises(InputError, match="different shapes"):

@@ -21,7 +21,7 @@ from PIL import Image
 from torch.nn import functional
 from transformers import BatchFeature
 
-from vismoe.errors import InputError
+from vismoe.errors import ContextError, InputError
 from vismoe.models.inputs.image_sizes import Look, Sight
 from vismoe.models.inputs.images import MAX_PIXELS
 from vismoe.models.inputs.qwen_images import SIZE_KEYS, TOKENS_KEY, asked_size, vision_process
@@ -128,7 +128,7 @@ class QwenVideos:
         return cls(images.patch_size * images.merge_size, context, image_tokens)
 
     def plan(self, header: VideoHeader, asked: Mapping[str, Any]) -> VideoPlan:
-        """What is read of a video. asked: by `asked_video`. Raises InputError."""
+        """What is read of a video. asked: by `asked_video`. Raises InputError and ContextError."""
         package = vision_process()
         try:
             first, last, frames = package.calculate_video_frame_range(asked, header.frames, header.fps)
@@ -141,7 +141,16 @@ class QwenVideos:
         if number > MOST_FRAMES:
             raise InputError(f"nframes={number}: at most {MOST_FRAMES} frames of a video are read. Fix: fewer")
         indices = torch.linspace(first, last, number).round().long().tolist()
-        return VideoPlan(tuple(indices), header.fps, *self._fitted((header.width, header.height), number, asked))
+        plan = VideoPlan(tuple(indices), header.fps, *self._fitted((header.width, header.height), number, asked))
+        if self.context is not None and (tokens := self.tokens(plan)) >= self.context:
+            moments = number // TOGETHER
+            fitting = TOGETHER * (9 * self.context // (10 * (tokens // moments)))
+            fewer = f"max_frames={fitting}, " if fitting >= TOGETHER else ""
+            raise ContextError(
+                f"the video has {tokens:,} visual tokens ({number} frames, {tokens // moments:,} for two), the planned context "
+                f"is {self.context:,}. Fix: {fewer}smaller frames (max_pixels, image_tokens), or load with context={2 * tokens}"
+            )
+        return plan
 
     def tokens(self, plan: VideoPlan) -> int:
         """Visual tokens of a video."""

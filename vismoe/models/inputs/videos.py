@@ -178,7 +178,7 @@ def opened_video(file: BinaryIO, name: str, max_pixels: int, threads: int | None
         with av.open(file, "r", format=format) as container:
             yield VideoFile(container, max_pixels, threads)
     except InputError as error:
-        raise InputError(f"{name}: {error}") from error
+        raise type(error)(f"{name}: {error}") from error
     except (av.FFmpegError, OSError, EOFError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
         raise InputError(f"{name}: damaged or cut short ({type(error).__name__}: {error}). Fix: {READABLE['video']}") from error
 

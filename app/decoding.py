@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import queue
 import resource
@@ -345,10 +346,11 @@ def _of_video(data: bytes, allowed_bytes: int, max_pixels: int, indices: Sequenc
 
 def _of_document(data: bytes, allowed_bytes: int, max_pixels: int, reduces: Sequence[int]) -> Iterator[bytes]:
     """The sides of all pages, or the pages with their sides divided by these numbers."""
-    _allow(allowed_bytes + LIBRARY_BYTES + document_decoding_bytes(max_pixels))
+    _allow(allowed_bytes + LIBRARY_BYTES + document_decoding_bytes(0))  # while no page is drawn
     with opened_document(data, "the document", max_pixels) as document:
         if not reduces:
             yield from _json({"pages": document.pages})
+        _allow(allowed_bytes + LIBRARY_BYTES + document_decoding_bytes(max(map(math.prod, document.pages))))
         for number, reduce in enumerate(reduces):
             yield from _pixels(document.page(number, reduce))
 

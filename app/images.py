@@ -32,6 +32,7 @@ from vismoe.models.inputs.remote_images import RemoteImages
 from vismoe.models.inputs.rgb import Header
 
 OF_A_REQUEST = 4  # a request's images together may have this many times the bytes and pixels of one image
+MOST_FRAME_PIXELS = 10**7  # of a video: its first frame is decoded before memory is reserved
 DATA_URI_HEADER_CHARACTERS = 128
 DOWNLOAD_WAIT_S = 2.0  # most time a download waits for memory
 TOO_MUCH = "the images of this request are together too large. Fix: send fewer or smaller images"
@@ -104,7 +105,7 @@ class AskedVideo:
 
     def opening(self, decoder: Decoder, source: str | bytes, max_pixels: int, seconds: float) -> Opening:
         """From its header. Raises InputError."""
-        header = decoder.look_at_video(source, max_pixels, seconds)
+        header = decoder.look_at_video(source, min(max_pixels, MOST_FRAME_PIXELS), seconds)
         plan = self.videos.plan(header, self.options)
         cost = video_cost(header, plan, self.videos.tokens(plan))
         return Opening(

@@ -118,7 +118,7 @@ def test_requests_from_several_threads_queue_and_each_gets_its_own_answer(engine
     ("messages", "error", "says"),
     [
         (ask(image="/nowhere/cat.png"), InputError, "/nowhere/cat.png"),
-        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], InputError, "no video"),
+        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], InputError, "a.mp4: no such file"),
         ([{"role": "user"}], InputError, "no content"),
         ([{"content": "hello"}], InputError, "needs a role"),
         (["hello"], InputError, "needs a role"),

@@ -335,7 +335,7 @@ def _answers(
 def _of_video(data: bytes, allowed_bytes: int, max_pixels: int, indices: Sequence[int]) -> Iterator[bytes]:
     """The header of a video, or frames of these numbers."""
     _allow(allowed_bytes + LIBRARY_BYTES + FRAME_BYTES * max_pixels)  # until the size is known
-    with opened_video(io.BytesIO(data), "the video", max_pixels, threads=1) as video:
+    with opened_video(io.BytesIO(data), "the video", max_pixels) as video:
         header = video.header
         _allow(allowed_bytes + LIBRARY_BYTES + FRAME_BYTES * header.width * header.height)
         if not indices:

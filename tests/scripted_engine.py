@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from vismoe.config import Settings
 from vismoe.errors import ClosedError
 from vismoe.metrics import Metrics
+from vismoe.models.inputs.qwen_videos import QwenVideos
 from vismoe.options import RequestOptions
 from vismoe.types import Phase
 
@@ -115,7 +116,11 @@ class ScriptedEngine:
 
     def __post_init__(self):
         self.plan = SimpleNamespace(context=4096)
-        self.prompts = SimpleNamespace(look=lambda *asked: lambda *sides: None, low_detail=lambda image_tokens: {})
+        self.prompts = SimpleNamespace(
+            look=lambda *asked: lambda *sides: None,
+            low_detail=lambda image_tokens: {},
+            videos=lambda image_tokens, context: QwenVideos(32, context, image_tokens),
+        )
         self.door.set()
 
     @property

@@ -22,6 +22,7 @@ from typing import Any
 
 import printed_examples
 import pytest
+from clips import clip
 from PIL import Image
 from printed_examples import COMMANDS, ELSEWHERE, ROOT, Example, commands, inline, languages, programs
 from served import Served, served
@@ -124,6 +125,7 @@ def desk_in(folder: Path) -> Path:
     for name, picture in PICTURES.items():
         Image.open(IMAGES / picture).convert("RGB").save(folder / name, quality=95)
     question = [{"type": "text", "text": "What is in the picture?"}, {"type": "image", "image": "photo.jpg", "min_pixels": 65536}]
+    (folder / "clip.mp4").write_bytes(clip(frames=8))
     (folder / "talk.json").write_text(json.dumps([{"role": "user", "content": question}]))
     (folder / "keys.txt").write_text("# for other machines\nan-example-key\n")
     for name in ("pictures", "nvme"):
@@ -176,7 +178,9 @@ def answers(example: Example, said: str) -> None:
     question = next((word for word in words[2:] if word.endswith(("?", "!", ".")) and word in ANSWERS), "What is in the picture?")
     pictured = "--image" in words or "--messages" in words
     right = ANSWERS[question] if pictured or ANSWERS[question] in (HELLO, WORLD) else NO_IMAGE
-    if "--keep" in words:
+    if "--video" in words:
+        assert said.strip()  # the model was not trained on videos
+    elif "--keep" in words:
         assert said.startswith("There is") and len(set(said.split()) & set(right.split())) > len(right.split()) / 2, said
     else:
         assert said == right

@@ -105,19 +105,20 @@ def name_of_video(source: Any) -> str:
 class VideoFile:
     """An opened video. Raises InputError for one that cannot be read, or whose frames have more than `max_pixels`."""
 
-    def __init__(self, container: "av.container.InputContainer", max_pixels: int, threads: int | None):
+    def __init__(self, container: "av.container.InputContainer", max_pixels: int):
         stream = cast("av.VideoStream | None", container.streams.best("video"))  # not the picture of a cover
         if stream is None:
             raise InputError(f"it has no moving picture, only sound or text. Fix: {READABLE['video']}")
         self._container, self._stream = container, stream
         codec = self._stream.codec_context
+        if codec is None:
+            raise InputError(f"how its pictures are encoded is not known: damaged, or too rare. Fix: {READABLE['video']}")
         if not 0 < codec.width * codec.height <= max_pixels:
             raise InputError(
                 f"its frames have {codec.width} x {codec.height} = {codec.width * codec.height:,} pixels, the limit is "
                 f"{max_pixels:,}. Fix: scale it down"
             )
-        if threads is not None:
-            codec.thread_count = threads
+        codec.thread_count = 1  # each further one holds frames of its own
         shown = (packet for packet in container.demux(self._stream) if packet.size and not packet.is_discard)
         packets = [(packet.pts, packet.is_keyframe) for packet in shown]  # not the packets, which hold the whole file
         times = [time for time, _ in packets]
@@ -165,8 +166,8 @@ class VideoFile:
 
 
 @contextmanager
-def opened_video(file: BinaryIO, name: str, max_pixels: int, threads: int | None = None) -> Iterator[VideoFile]:
-    """The video in a file. threads: most of the decoder; None: as many as it likes. Raises InputError and ConfigError."""
+def opened_video(file: BinaryIO, name: str, max_pixels: int) -> Iterator[VideoFile]:
+    """The video in a file. Raises InputError and ConfigError."""
     av = _library()
     begin = file.read(SIGNATURE_BYTES)
     if not begin:
@@ -176,7 +177,7 @@ def opened_video(file: BinaryIO, name: str, max_pixels: int, threads: int | None
     file.seek(0)
     try:
         with av.open(file, "r", format=format) as container:
-            yield VideoFile(container, max_pixels, threads)
+            yield VideoFile(container, max_pixels)
     except InputError as error:
         raise type(error)(f"{name}: {error}") from error
     except (av.FFmpegError, OSError, EOFError, ValueError, LookupError, ArithmeticError, MemoryError) as error:

@@ -235,7 +235,10 @@ class Completions:
                     asked.append(AskedImage(str(source), prompts.look(image_tokens, options)))
                 elif isinstance(source, list):
                     look = videos.look(len(source), options)
-                    asked += [AskedImage(frame, look, number == 0) for number, frame in enumerate(source)]
+                    asked += [
+                        AskedImage(frame, look, number == 0 or not frame.startswith("data:"))
+                        for number, frame in enumerate(source)
+                    ]
                 else:
                     asked.append(AskedVideo(str(source), videos, options))
             opened = iter(await self._intake.open_all(asked, share, of_text, seen))

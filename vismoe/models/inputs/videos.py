@@ -130,6 +130,7 @@ class VideoFile:
         first = next(iter(container.decode(self._stream)), None)
         if first is None:
             raise InputError(f"it has no frame that can be decoded. Fix: {READABLE['video']}")
+        self._most_pixels = first.width * first.height
         self._turn = UPRIGHT.get(first.rotation % 360)
         sides = (first.height, first.width) if first.rotation % 180 else (first.width, first.height)
         rate = self._stream.average_rate or self._stream.guessed_rate
@@ -152,6 +153,8 @@ class VideoFile:
                 raise InputError(
                     f"frame {wanted + 1} of {self.header.frames} is missing: damaged or cut short. Fix: {READABLE['video']}"
                 )
+            if found.width * found.height > self._most_pixels:
+                raise InputError(f"frame {wanted + 1} is larger than the first: damaged, or joined. Fix: {READABLE['video']}")
             image = found.to_image()
             yield image if self._turn is None else image.transpose(self._turn)
 

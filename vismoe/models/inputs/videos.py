@@ -130,11 +130,14 @@ class VideoFile:
         first = next(iter(container.decode(self._stream)), None)
         if first is None:
             raise InputError(f"it has no frame that can be decoded. Fix: {READABLE['video']}")
+        if self._ordered and first.pts is not None:  # a recording may begin with frames whose reference is not in it
+            self._times = [time for time in self._times if time >= first.pts]
+            self._keys = [time for time in self._keys if time >= first.pts]
         self._most_pixels = first.width * first.height
         self._turn = UPRIGHT.get(first.rotation % 360)
         sides = (first.height, first.width) if first.rotation % 180 else (first.width, first.height)
         rate = self._stream.average_rate or self._stream.guessed_rate
-        self.header = VideoHeader(*sides, len(packets), float(rate) if rate else 1.0)
+        self.header = VideoHeader(*sides, len(self._times) or len(packets), float(rate) if rate else 1.0)
 
     def frames(self, indices: Sequence[int]) -> Iterator[Image.Image]:
         """Some frames, by ascending numbers in the order in which they are shown, each once. Raises InputError."""

@@ -194,65 +194,60 @@ class Completions:
             json.dumps(given) for given in (request.model_dump(include={"tools"})["tools"], request.chat_template_kwargs) if given
         ]
         self._check_length(sum(map(len, texts)), "messages")
-        seen = iter(await self._seen(request, share, image_tokens, text_bytes(texts)))
+        parts = iter(await self._opened(request, share, image_tokens, text_bytes(texts)))
         return [
             {
                 "role": "system" if message.role == "developer" else message.role,
                 "content": [
                     made
                     for part in message.content or [EMPTY]
-                    for made in ([{"type": "text", "text": part.text}] if part.source is None else next(seen))
+                    for made in ([{"type": "text", "text": part.text}] if part.source is None else next(parts))
                 ],
                 **message.further,
             }
             for message in messages
         ]
 
-    async def _seen(
+    async def _opened(
         self, request: ChatRequest, share: MemoryShare, image_tokens: tuple[int, int] | None, of_text: int
     ) -> list[list[dict[str, Any]]]:
         """The engine's message parts of each image, video and document of a request."""
-        prompts, context, tokens = self._engine.prompts, self._engine.plan.context, 0
-        low = prompts.low_detail(image_tokens)
+        context, tokens = self._engine.plan.context, 0
 
-        def seen(cost: PictureCost) -> None:
+        def told(cost: PictureCost) -> None:
             nonlocal tokens
             tokens += cost.tokens
             if tokens >= context:
                 message = f"the images need at least {tokens:,} tokens, the planned context is {context:,}. Fix: smaller images"
                 raise ApiError(400, message, "messages", "context_length_exceeded")
 
-        asked, parts = list[Asked](), list[dict[str, Any]]()
         try:
-            for part, size in zip(request.pictures, request.sizes):
-                source, videos = part.source, prompts.videos(image_tokens, context) if part.is_video else None
-                options = {**part.video_options, **size} if videos else size or (low if part.low_detail else {})
-                parts.append({"type": "video" if videos else "image", **options})
-                if part.file is not None:
-                    look, most = prompts.look(image_tokens, options), self._options.max_images
-                    asked.append(AskedDocument(str(source), look, most))
-                elif videos is None:
-                    asked.append(AskedImage(str(source), prompts.look(image_tokens, options)))
-                elif isinstance(source, list):
-                    look = videos.look(len(source), options)
-                    asked += [
-                        AskedImage(frame, look, number == 0 or not frame.startswith("data:"))
-                        for number, frame in enumerate(source)
-                    ]
-                else:
-                    asked.append(AskedVideo(str(source), videos, options))
-            opened = iter(await self._intake.open_all(asked, share, of_text, seen))
+            asked = [self._wanted(part, size, image_tokens) for part, size in zip(request.pictures, request.sizes)]
+            opened = iter(await self._intake.open_all([one for _, these in asked for one in these], share, of_text, told))
         except InputError as error:
             code = "context_length_exceeded" if isinstance(error, ContextError) else "invalid_image"
             raise ApiError(400, str(error), "messages", code) from error
-        sources = (given.source for given in request.pictures)
         made = []
-        for source, options in zip(sources, parts):
-            one: Any = [next(opened) for _ in source] if isinstance(source, list) else next(opened)
-            kind = options["type"]
-            pages = one if kind == "image" and isinstance(one, list) else [one]
+        for (options, these), part in zip(asked, request.pictures):
+            kind, given = options["type"], [next(opened) for _ in these]
+            pages = given[0] if isinstance(given[0], list) else [given if isinstance(part.source, list) else given[0]]
             made.append([options | {kind: page} for page in pages])
         return made
+
+    def _wanted(
+        self, part: ContentPart, size: dict[str, Any], image_tokens: tuple[int, int] | None
+    ) -> tuple[dict[str, Any], list[Asked]]:
+        """(the options of the engine's message part, what is opened for it) of an image, a video or a document."""
+        prompts, source, most = self._engine.prompts, part.source, self._options.max_images
+        if part.is_video:
+            videos, options = prompts.videos(image_tokens, self._engine.plan.context), {**part.video_options, **size}
+            if not isinstance(source, list):
+                return {"type": "video", **options}, [AskedVideo(str(source), videos, options)]
+            look = videos.look(len(source), options)
+            return {"type": "video", **options}, [AskedImage(frame, look, number > 0) for number, frame in enumerate(source)]
+        options = size or (prompts.low_detail(image_tokens) if part.low_detail else {})
+        look, url = prompts.look(image_tokens, options), str(source)
+        return {"type": "image", **options}, [AskedImage(url, look) if part.file is None else AskedDocument(url, look, most)]
 
     def _chat_options(self, request: ChatRequest) -> RequestOptions:
         options, context = self._request_options(request, self._options.image_tokens), self._engine.plan.context

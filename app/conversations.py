@@ -9,6 +9,8 @@ import re
 from typing import Any
 
 from vismoe.app.page import History, PageTurn, opened
+from vismoe.app.uploads import MOST_FILE_BYTES
+from vismoe.config import format_bytes
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.inputs.documents import is_document
 from vismoe.models.inputs.images import MAX_PIXELS, look_at
@@ -17,8 +19,8 @@ from vismoe.models.inputs.videos import SIGNATURE_BYTES, video_format
 MOST_TURNS, MOST_PICTURES = 1000, 64
 MOST_CHARACTERS = 2**22  # of one text
 MOST_CHARACTERS_OF_PICTURES = 2**28  # of all as data URIs
-MOST_PICTURE_BYTES = 64 * 2**20  # as of an upload
-
+LONGEST_TYPE = 100  # characters before the bytes of a data URI
+DATA_URI = re.compile("data:[^,;]*(;[^,;]*)*;base64,")
 SUFFIXES = {  # of videos, by FFmpeg's names of their formats
     "mov": "mp4", "matroska": "mkv", "avi": "avi", "flv": "flv", "ogg": "ogv", "mpeg": "mpg", "mpegvideo": "mpg", "asf": "wmv",
     "mpegts": "ts", "yuv4mpegpipe": "y4m",
@@ -64,16 +66,11 @@ def _turn(given: Any) -> tuple[PageTurn, list[Picture]]:
 def _picture(given: Any) -> Picture:
     """The name of a picture, video or document, made safe for a file, and its bytes."""
     uri = _of(given, "data", str)
-    begin, comma, text = uri.partition(",")
-    if (
-        not comma
-        or not begin.startswith("data:")
-        or not begin.endswith(";base64")
-        or len(uri) > MOST_PICTURE_BYTES * 4 // 3 + 100
-    ):
-        raise _broken("a picture is not a data URI of at most 64 MiB")
+    begin = DATA_URI.match(uri[:LONGEST_TYPE])
+    if begin is None or len(uri) > MOST_FILE_BYTES * 4 // 3 + LONGEST_TYPE:
+        raise _broken(f"a picture is not a data URI of at most {format_bytes(MOST_FILE_BYTES)}")
     try:
-        data = base64.b64decode(text, validate=True)
+        data = base64.b64decode(uri[begin.end() :], validate=True)
         if is_document(data):
             kind = "pdf"
         else:

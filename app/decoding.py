@@ -42,7 +42,7 @@ from vismoe.errors import ConfigError, InputError
 from vismoe.models.inputs.documents import opened_document
 from vismoe.models.inputs.images import look_at, open_image
 from vismoe.models.inputs.rgb import Header, decoding_bytes
-from vismoe.models.inputs.sources import data_uri_payload
+from vismoe.models.inputs.sources import CONTENTS, DOCUMENT, IMAGE, VIDEO, Content, data_uri_payload
 from vismoe.models.inputs.videos import VideoHeader, opened_video
 
 REQUEST = struct.Struct("<B?QQQQ")  # DecoderTask, is base64, most pixels, divisor of the sides, frames, bytes that follow
@@ -60,9 +60,9 @@ WEBP_CANVAS_BYTES = 8  # address space per pixel that the decoder reserves becau
 PIECE_BYTES = 3 * 2**16  # of one write to a pipe
 BLANKS = bytes(range(9, 14)) + b" "
 SIMPLER = {
-    "image": "send it as a plain PNG or JPEG",
-    "document": "a smaller PDF, or its pages as images",
-    "video": "a shorter or smaller MP4, fewer frames, or a server with a longer --image-timeout",
+    IMAGE: "send it as a plain PNG or JPEG",
+    DOCUMENT: "a smaller PDF, or its pages as images",
+    VIDEO: "a shorter or smaller MP4, fewer frames, or a server with a longer --video-timeout",
 }
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 
@@ -81,9 +81,9 @@ class DecoderTask(IntEnum):
     PAGES = 5
 
     @property
-    def kind(self) -> str:
+    def content(self) -> Content:
         """What is decoded."""
-        return ("image", "video", "document")[self // 2]
+        return CONTENTS[self // 2]
 
 
 def video_decoding_bytes(header: VideoHeader) -> int:
@@ -162,9 +162,9 @@ class Decoder:
         except (OSError, EOFError) as error:
             self.close()
             reason = f"it took longer than {timeout_s:.3g} s" if late.is_set() else "it needs too much memory or is damaged"
-            raise InputError(f"the {task.kind} could not be decoded: {reason}. Fix: {SIMPLER[task.kind]}") from error
+            raise InputError(f"the {task.content.name} could not be decoded: {reason}. Fix: {SIMPLER[task.content]}") from error
         finally:
-            if task.kind != "image":
+            if task.content is not IMAGE:
                 self.close()
             alarm.cancel()
             alarm.join()
@@ -235,7 +235,7 @@ def _ask(
     """Sends a request. Raises OSError if the process dies."""
     assert process.stdin is not None
     is_uri = isinstance(source, str)
-    begin = data_uri_payload(source, task.kind) if isinstance(source, str) else 0
+    begin = data_uri_payload(source, task.content) if isinstance(source, str) else 0
     process.stdin.write(REQUEST.pack(task, is_uri, max_pixels, reduce, len(indices), len(source) - begin))
     process.stdin.write(array("I", indices).tobytes())
     for start in range(begin, len(source), PIECE_BYTES):  # in pieces, to avoid a second copy
@@ -320,8 +320,8 @@ def _answers(
 ) -> Iterator[bytes]:
     """The answers to a request. Raises InputError before a piece of an answer."""
     allowed_bytes = own_bytes + 2 * len(data) + SLACK_BYTES
-    if task.kind != "image":
-        yield from (_of_video if task.kind == "video" else _of_document)(data, allowed_bytes, max_pixels, indices)
+    if task.content is not IMAGE:
+        yield from (_of_video if task.content is VIDEO else _of_document)(data, allowed_bytes, max_pixels, indices)
         return
     _allow(allowed_bytes + (WEBP_CANVAS_BYTES * max_pixels if data[8:12] == b"WEBP" else 0))
     found = look_at(data, max_pixels)

@@ -50,6 +50,7 @@ class ImageLimits:
     max_image_bytes: int = ServeOptions.max_image_bytes
     max_pixels: int = ServeOptions.max_pixels  # the same for pixels
     image_timeout_s: float = ServeOptions.image_timeout_s  # for all downloads of a request, for all headers, and for all decoding
+    video_timeout_s: float = ServeOptions.video_timeout_s  # for downloads and decoding if one is a video
 
     @classmethod
     def of(cls, options: ServeOptions) -> "ImageLimits":
@@ -79,12 +80,17 @@ class Opening:
 
 @dataclass(frozen=True)
 class AskedImage:
-    """An image that a request names, which the model sees as `look` says. counts: it is not a later frame of a video."""
+    """An image that a request names, which the model sees as `look` says. goes_on: as a later frame of the same video."""
 
     url: str
     look: Look
-    counts: bool = True
+    goes_on: bool = False
     kind: ClassVar[str] = "image"
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts as an image of the request: a later frame only does if it is downloaded."""
+        return not self.goes_on or self.url[:8].lower().startswith(("http://", "https://"))
 
     def opening(self, decoder: Decoder, source: str | bytes, max_pixels: int, seconds: float) -> Opening:
         """From its header. Raises InputError."""
@@ -166,7 +172,8 @@ class ImageIntake:
         if (count := sum(one.counts for one in asked)) > self.limits.max_images:
             raise InputError(f"{count} images, but the limit is {self.limits.max_images} per request. Fix: send fewer")
         encoded, pixels = OF_A_REQUEST * self.limits.max_image_bytes, OF_A_REQUEST * self.limits.max_pixels
-        allowance = Allowance(encoded, pixels, *[self.limits.image_timeout_s] * 3)
+        limit_s = self.limits.video_timeout_s if any(one.kind == "video" for one in asked) else self.limits.image_timeout_s
+        allowance = Allowance(encoded, pixels, limit_s, self.limits.image_timeout_s, limit_s)
         sources: list[str | bytes] = []
         openings = list[Opening]()
         for number, one in enumerate(asked, 1):

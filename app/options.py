@@ -39,7 +39,8 @@ class ServeOptions:
     max_images: Annotated[int, Range(0, 10**6)] = option(8, "most images in a request", "N")
     max_pixels: Annotated[int, Range(1, MOST_BYTES)] = option(32 * 10**6, "most pixels in an image", "N")
     max_image_bytes: Size = option(20 * 2**20, "largest encoded image", "SIZE")
-    image_timeout_s: Patience = option(10.0, "longest time to download a request's images", "SECONDS")  # and again for decoding
+    image_timeout_s: Patience = option(10.0, "longest time to download a request's images, and again to decode them", "SECONDS")
+    video_timeout_s: Patience = option(60.0, "as --image-timeout, for a request with a video", "SECONDS")
     no_reuse: bool = option(
         False, "compute every prompt completely: bits do not depend on earlier requests, but the first word takes longer"
     )

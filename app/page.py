@@ -117,7 +117,7 @@ def opened(data: bytes, name: str) -> list[Any]:
     Raises InputError and ConfigError."""
     if is_document(data):
         with opened_document(data, name, MAX_PIXELS) as document:
-            return [document.page(number) for number in range(min(len(document.pages), MOST_PAGES))]
+            return list[Any](document.drawn(range(len(document.pages)), f"a PDF with the first {MOST_PAGES} of its pages"))
     if video_format(data[:SIGNATURE_BYTES]) is not None:
         with opened_video(io.BytesIO(data), name, MAX_PIXELS):  # that it can be read
             return [{"type": "video", "video": data}]

@@ -20,7 +20,7 @@ from vismoe.app.api_errors import ApiError
 from vismoe.config import DraftName, Kept, PolicyName, Retention, Selection, Tokens, parse_formats
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.inputs.qwen_images import SIZE_KEYS, TOKENS_KEY, asked_size
-from vismoe.models.inputs.qwen_videos import MOST_FRAMES, OF_FRAMES, SAMPLING, asked_video
+from vismoe.models.inputs.qwen_videos import MOST_FRAMES, VIDEO_OPTIONS, asked_video
 from vismoe.models.inputs.tools import Tools
 from vismoe.options import (
     COLDEST,
@@ -44,7 +44,6 @@ from vismoe.options import (
 )
 from vismoe.ranges import Range
 
-VIDEO_OPTIONS = (*SAMPLING, *OF_FRAMES, "total_pixels", TOKENS_KEY, *SIZE_KEYS)
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000  # of a message
 MOST_ANSWERS = 8  # to one prompt
@@ -139,7 +138,11 @@ class ContentPart(ImageSize):
 
     @property
     def video_options(self) -> dict[str, Any]:
-        """The options of a video."""
+        """The options of a video, checked. Raises InputError."""
+        return asked_video(self._of_video, isinstance(self.source, list))
+
+    @property
+    def _of_video(self) -> dict[str, Any]:
         return {name: value for name in VIDEO_OPTIONS if (value := getattr(self, name, None)) is not None}
 
     @property
@@ -150,12 +153,12 @@ class ContentPart(ImageSize):
     def _holds_what_it_says(self) -> "ContentPart":
         sources = ("text", "image_url", "image", "video_url", "video", "file")
         given = {name for name in sources if getattr(self, name, None) is not None}
-        film = self.video_options.keys() - self.size.keys()
+        film = self._of_video.keys() - self.size.keys()
         if given != {self.type} or (self.size and self.type == "text") or (film and not self.is_video):
             raise PydanticCustomError("part", "a part of type {kind} has the field {kind} and no other", {"kind": self.type})
         if self.is_video:
             try:
-                asked_video(self.video_options, isinstance(self.source, list))
+                self.video_options  # noqa: B018  # checked
             except InputError as error:
                 raise PydanticCustomError("video", "{reason}", {"reason": str(error)}) from error
         return self

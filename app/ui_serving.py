@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from vismoe.app.known_hosts import KnownHosts
 from vismoe.app.page import Page
 from vismoe.app.ui import build
-from vismoe.app.uploads import uploads_folder
+from vismoe.app.uploads import MOST_FILE_BYTES, uploads_folder
 from vismoe.app.widgets import pictures_folder
 from vismoe.errors import ConfigError
 from vismoe.flags import signals_call
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 ADDRESS = "127.0.0.1"
 MOST_PORTS = 65535
-MOST_FILE_BYTES = 64 * 2**20
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP")  # what ends a process; raises KeyboardInterrupt here, so that resources are closed
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "DejaVu Sans", "sans-serif"]
 FIXED_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 PREFIX = "vismoe-ui-"
 LOCK = "in-use"
+MOST_FILE_BYTES = 64 * 2**20
 UNASKED_S = 3600.0
 
 

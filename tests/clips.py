@@ -3,6 +3,8 @@
 import functools
 import io
 import struct
+from collections.abc import Sequence
+from fractions import Fraction
 
 import av
 import numpy as np
@@ -16,24 +18,49 @@ QUIET = {"libx265": {"x265-params": "log-level=none"}, "libsvtav1": {"svtav1-par
 
 
 @functools.cache
-def clip(
-    codec: str = "libx264", frames: int = 30, width: int = 96, height: int = 64, rate: int = 10, turned: bool = False
-) -> bytes:
+def clip(codec: str = "libx264", frames: int = 30, width: int = 96, height: int = 64, turned: bool = False) -> bytes:
     """A picture of noise that moves to the right, with a key frame every 12 frames. turned: to be shown turned to the right."""
-    kind, pixels = CODECS[codec]
     file = io.BytesIO()
+    with av.open(file, "w", format=CODECS[codec][0]) as container:
+        for packet in packets(container, codec, frames, width, height, QUIET.get(codec, {})):
+            container.mux(packet)
+    return with_matrix(file.getvalue(), (0, 1, -1, 0)) if turned else file.getvalue()
+
+
+def packets(container, codec: str, frames: int = 30, width: int = 96, height: int = 64, options=None, times_ms=()):
+    """The encoded frames, in the order of the file. times_ms: when each is shown, for a header that says 1,000 a second."""
+    kind, pixels = CODECS[codec]
     noise = np.random.default_rng(0).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
     picture = np.repeat(np.repeat(noise, 8, 0), 8, 1)
-    with av.open(file, "w", format=kind) as container:
-        stream = container.add_stream(codec, rate=25 if kind == "mpeg" else 10, options=QUIET.get(codec, {}))
-        stream.width, stream.height, stream.pix_fmt, stream.gop_size = width, height, pixels, 12
-        for number in range(frames):
-            for packet in stream.encode(av.VideoFrame.from_ndarray(np.roll(picture, 3 * number, 1), "rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
+    rate = 1000 if times_ms else 25 if kind == "mpeg" else 10
+    stream = container.add_stream(codec, rate=rate, options=options or {})
+    stream.width, stream.height, stream.pix_fmt, stream.gop_size = width, height, pixels, 12
+    for number in range(frames):
+        frame = av.VideoFrame.from_ndarray(np.roll(picture, 3 * number, 1), "rgb24")
+        if times_ms:
+            frame.pts, frame.time_base = times_ms[number], Fraction(1, 1000)
+        yield from stream.encode(frame)
+    yield from stream.encode()
+
+
+def of_times(times_ms: Sequence[int]) -> bytes:
+    """A video as a browser records it: frames come when they come."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        for packet in packets(container, "libx264", len(times_ms), times_ms=times_ms):
             container.mux(packet)
-    data = file.getvalue()
-    return with_matrix(data, (0, 1, -1, 0)) if turned else data
+    return file.getvalue()
+
+
+def joined_in_the_middle(codec: str, kind: str, options: dict[str, str]) -> bytes:
+    """A recording that begins at the second key frame: the frames that are shown before it need the first."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        all_of_them = list(packets(container, codec, 40, options=options))
+        second = [number for number, packet in enumerate(all_of_them) if packet.is_keyframe][1]
+        for packet in all_of_them[second:]:
+            container.mux(packet)
+    return file.getvalue()
 
 
 def with_matrix(data: bytes, turn: tuple[int, int, int, int]) -> bytes:

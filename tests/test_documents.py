@@ -14,12 +14,13 @@ from served import served
 
 import vismoe
 from vismoe.app.decoding import Decoder
+from vismoe.app.page import PageTurn
 from vismoe.cli import main as cli
 from vismoe.engine.engine import demo_model
 from vismoe.errors import ConfigError, InputError
-from vismoe.models.inputs.documents import is_document, open_pages, opened_document
+from vismoe.models.inputs.documents import MOST_PAGES, is_document, open_pages, opened_document
 
-pytest.importorskip("pypdfium2", reason='PDF documents need pypdfium2: pip install "vismoe[pdf]"')
+pypdfium2 = pytest.importorskip("pypdfium2", reason='PDF documents need pypdfium2: pip install "vismoe[pdf]"')
 
 MOST = 10**7  # pixels
 QUESTION = "What is in the picture?"
@@ -93,6 +94,19 @@ def test_pages_are_chosen_and_wrong_ones_refused(tmp_path):
         with pytest.raises(InputError, match=rf"{words}.*Fix: "):
             open_pages(source, MOST)
     assert is_document(b"\x00" * 20 + b"%PDF-1.7") and not is_document(b"\x89PNG")
+
+
+def test_longer_documents_than_can_be_read_are_refused_at_the_command_line_and_on_the_page(tmp_path):
+    with pypdfium2.PdfDocument.new() as made:
+        for _ in range(MOST_PAGES + 1):
+            made.new_page(72, 72)
+        made.save(tmp_path / "long.pdf")
+    name = str(tmp_path / "long.pdf")
+    with pytest.raises(InputError, match=rf"^{name}: 65 pages, at most 64 are read at once\. Fix: {name}#page=1-64$"):
+        open_pages(name, MOST)
+    assert len(open_pages(f"{name}#page=1-64", MOST)) == 64
+    with pytest.raises(InputError, match=r"^long\.pdf: 65 pages, at most 64 .*Fix: a PDF with the first 64"):
+        PageTurn.of(QUESTION, [name])
 
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch):

@@ -203,7 +203,7 @@ def test_a_file_cut_short_is_an_error_and_not_half_a_picture(format, lenient, mo
     [
         ("/no/such/picture.png", "no such file"),
         ("~/no/such/picture.png", "no such file"),
-        ("/tmp", "a folder, not an image file"),
+        ("/tmp", "a folder, not the file of a picture"),
         ("/dev/zero", "a special file"),
         ("x." * 2500, "cannot be read"),
         ("x" * 5000, "base64 without a type"),

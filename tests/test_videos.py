@@ -4,6 +4,7 @@ documents it, logits against the model's own path for videos, and through the en
 import base64
 import io
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import av
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from clips import CODECS, clip, sound, with_matrix
+from clips import CODECS, clip, joined_in_the_middle, of_times, sound, with_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -22,13 +23,14 @@ import vismoe
 from vismoe.app.decoding import Decoder
 from vismoe.app.page import Page, PageTurn, shown
 from vismoe.cli import main as cli
+from vismoe.cli.conversation import ChatSession, video_parts
 from vismoe.engine.engine import demo_model
 from vismoe.errors import ContextError, InputError
 from vismoe.models.inputs.images import open_image
 from vismoe.models.inputs.processor import load_processor, torchvision_works
 from vismoe.models.inputs.qwen_images import vision_process
-from vismoe.models.inputs.qwen_videos import Moment, Video
-from vismoe.models.inputs.videos import fetch_video_file, opened_video, video_format
+from vismoe.models.inputs.qwen_videos import Moment, QwenVideos, Video
+from vismoe.models.inputs.videos import SIGNATURE_BYTES, fetch_video_file, opened_video, video_format
 from vismoe.options import RequestOptions
 
 QUESTION = "What is in the picture?"
@@ -94,8 +96,71 @@ def test_a_turned_video_is_shown_upright():
     lying, upright = frames_of(clip(), [3])[0], frames_of(clip(turned=True), [3])[0]
     assert upright.size == (64, 96) and header_of(clip(turned=True)).width == 64
     assert np.array_equal(np.asarray(upright), np.rot90(np.asarray(lying), -1)), "to the right"
-    head_down = frames_of(with_matrix(clip(), (-1, 0, 0, -1)), [3])[0]
-    assert np.array_equal(np.asarray(head_down), np.rot90(np.asarray(lying), 2))
+
+
+@pytest.mark.parametrize("first", [(1, 0), (-1, 0), (0, 1), (0, -1)])
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_each_turn_and_mirror_of_a_track_puts_every_pixel_where_its_matrix_says(first, mirrored):
+    a, b = first
+    c, d = (b, -a) if mirrored else (-b, a)
+    data, lying = with_matrix(clip(), (a, b, c, d)), np.asarray(frames_of(clip(), [3])[0])
+    high, wide = lying.shape[:2]
+    y, x = np.mgrid[:high, :wide]
+    across, down = a * x + c * y, b * x + d * y
+    shown = np.empty((high, wide, 3) if a else (wide, high, 3), np.uint8)
+    shown[down - down.min(), across - across.min()] = lying
+    assert np.array_equal(np.asarray(frames_of(data, [3])[0]), shown)
+    assert (header_of(data).width, header_of(data).height) == (shown.shape[1], shown.shape[0])
+
+
+def test_the_rate_is_that_of_the_frames_where_the_header_says_another():
+    """A browser's recording says 1,000 frames per second; the model is told the times at which frames are shown."""
+    times = [0, 33, 70, 100, 170, 300, 400, 600, 800, 1000]
+    assert header_of(of_times(times)).fps == pytest.approx(9)
+    assert header_of(clip()).fps == 10
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "options"),
+    [
+        ("mpeg2video", "mpegts", {"bf": "2"}),
+        ("mpeg2video", "matroska", {"bf": "2"}),
+        ("libx264", "matroska", {"x264-params": "open-gop=1:bframes=3:b-adapt=0"}),
+    ],
+)
+def test_a_recording_that_begins_between_its_key_frames_begins_with_the_first_whole_frame(codec, kind, options):
+    data = joined_in_the_middle(codec, kind, options)
+    whole = all_frames(data)
+    with av.open(io.BytesIO(data)) as container:
+        assert sum(packet.size > 0 for packet in container.demux(video=0)) > len(whole) == header_of(data).frames
+    for indices in (range(len(whole)), [0, len(whole) - 1]):
+        for index, frame in zip(indices, frames_of(data, indices), strict=True):
+            assert np.array_equal(np.asarray(frame), whole[index]), index
+
+
+def test_a_frame_with_a_lost_packet_is_refused_and_others_are_read():
+    data = clip("mpeg2video")
+    middle = len(data) // 188 // 2 * 188
+    cut = data[:middle] + data[middle + 188 :]
+    with av.open(io.BytesIO(cut)) as container:
+        (broken,) = (number for number, frame in enumerate(container.decode(video=0)) if frame.is_corrupt)
+    assert len(frames_of(cut, [0, broken - 1])) == 2
+    with pytest.raises(InputError, match=rf"clip: frame {broken + 1} of 30 is damaged\. Fix: "):
+        frames_of(cut, [0, broken])
+
+
+def test_transport_streams_of_cameras_are_known_by_their_longer_packets():
+    data = clip("mpeg2video")
+    longer = b"".join(bytes(4) + data[begin : begin + 188] for begin in range(0, len(data), 188))
+    assert [video_format(one[:SIGNATURE_BYTES]) for one in (data, longer)] == ["mpegts", "mpegts"]
+    for mine, wanted in zip(frames_of(longer, range(30)), all_frames(data), strict=True):
+        assert np.array_equal(np.asarray(mine), wanted)
+
+
+def test_what_the_reader_of_frames_raises_stays_as_it_is():
+    with pytest.raises(ValueError, match=r"^mine$"), opened_video(io.BytesIO(clip()), "clip", MOST) as video:
+        for _ in video.frames([0, 1]):
+            raise ValueError("mine")
 
 
 @pytest.mark.parametrize(
@@ -117,8 +182,11 @@ def test_what_is_no_video_is_refused_with_the_reason(data, words):
 
 
 def test_frames_above_the_limit_are_refused_before_they_are_decoded():
-    with pytest.raises(InputError, match=r"96 x 64 = 6,144 pixels, the limit is 6,000"):
-        opened_video(io.BytesIO(clip()), "clip", 6000).__enter__()
+    with (
+        pytest.raises(InputError, match=r"96 x 64 = 6,144 pixels, the limit is 6,000"),
+        opened_video(io.BytesIO(clip()), "clip", 6000),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("codec", ["libx264", "libvpx-vp9", "mpeg4"])
@@ -153,7 +221,7 @@ def test_a_file_is_found_by_path_and_url_and_elsewhere_refused(tmp_path):
             assert file.read() == clip()
     for source, words in (
         (tmp_path / "none.mp4", "no such file"),
-        (tmp_path, "folder, not a video"),
+        (tmp_path, "folder, not the file of a video"),
         ("ftp://a.example/b.mp4", "not downloaded"),
         ("data:image/png;base64,AAAA", "holds a picture"),
         ("data:video/mp4;base64,!", "base64"),
@@ -302,6 +370,7 @@ def test_a_moment_is_named_by_both_of_its_frames():
         ({"fps": "2"}, "fps: a number"),
         ({"nframes": 31}, r"30 frames in 3.00 s"),
         ({"nframes": 1}, "nframes"),
+        ({"max_frames": 1}, r"max_frames: a whole number from 2 "),
         ({"max_frames": 1.5}, "max_frames: a whole number"),
         ({"video_start": 2, "video_end": 1}, "impossible"),
         ({"min_pixels": 10**9}, "the limit is"),
@@ -440,6 +509,14 @@ def test_the_server_refuses_with_the_reason_and_goes_on(server, part, words):
     assert "/etc" not in refused.text
 
 
+def test_a_slow_video_is_stopped_by_a_limit_of_its_own(engine):
+    with served(engine, video_timeout_s=0.01) as server:
+        part = {"type": "video_url", "video_url": {"url": uri(clip(frames=60, width=320, height=240))}, "max_pixels": 8 * 1024}
+        refused = ask(server, part | {"min_pixels": 1024})
+    assert refused.status_code == 400
+    assert re.search(r"longer than 0\.01 s\. Fix: .*--video-timeout", refused.json()["error"]["message"])
+
+
 def test_another_process_reads_a_video_as_this_one_does():
     decoder = Decoder()
     try:
@@ -449,7 +526,7 @@ def test_another_process_reads_a_video_as_this_one_does():
         for source in (clip(), uri(clip())):
             seen = decoder.watch(source, MOST, 30, [0, 5, 29], list)
             assert [frame.tobytes() for frame in seen] == [frame.tobytes() for frame in wanted]
-        with pytest.raises(InputError, match=r"frame 31 of 30 is missing|cut short"):
+        with pytest.raises(InputError, match=r"frame 31 of 30 is missing: damaged or cut short"):
             decoder.watch(clip(), MOST, 30, [0, 30], list)
         with pytest.raises(InputError, match=r"longer than 0\.01 s"):
             decoder.watch(clip(frames=200, width=640, height=480), MOST, 0.01, range(200), list)
@@ -483,6 +560,25 @@ def test_the_command_line_answers_about_a_video(capsys, tmp_path):
     assert said.out.strip() and "96 x 64 pixels, 30 frames in 3.0 s" in said.err
 
 
+def test_a_conversation_goes_on_without_a_video_that_the_model_cannot_see(capsys, tmp_path, engine, monkeypatch):
+    """It is refused where it is attached; a question after it is answered."""
+    (tmp_path / "clip.mp4").write_bytes(clip())
+    monkeypatch.setattr(QwenVideos, "of", lambda *given: None)  # as for another family
+    session = ChatSession(engine, Namespace(video_fps=None, video_frames=None, verbose=False), [], RequestOptions(max_tokens=2))
+    session.take(f"/video {tmp_path / 'clip.mp4'}")
+    session.take("Hello?")
+    said = capsys.readouterr()
+    assert "cannot see videos here" in said.err and said.err.count("error:") == 1
+    assert said.out.strip() and not session.waiting
+
+
+def test_a_downloaded_video_is_downloaded_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr("vismoe.models.inputs.remote_images.download", lambda url: asked.append(url) or clip())
+    (part,) = video_parts(["https://a.example/clip.mp4"], Namespace(video_fps=None, video_frames=4))
+    assert (part["video"], part["max_frames"]) == (clip(), 4) and asked == ["https://a.example/clip.mp4"]
+
+
 def test_a_wrong_video_is_told_before_the_model_is_loaded(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("vismoe.flags.load_engine", None)
     (tmp_path / "clip.mp4").write_bytes(clip()[:300])
@@ -491,6 +587,7 @@ def test_a_wrong_video_is_told_before_the_model_is_loaded(capsys, tmp_path, monk
         (["--video", str(tmp_path / "clip.mp4")], "damaged"),
         (["--video-fps", "0"], "fps: a number"),
         (["--video-frames", "0"], "max_frames: a whole number"),
+        (["--video-frames", "8"], "belong to a --video"),
     ):
         assert cli.main(["chat", *flags, QUESTION]) == 2
         assert words in capsys.readouterr().err

@@ -81,6 +81,8 @@ def run_chat(arguments: Namespace) -> int:
         from vismoe.models.inputs.qwen_videos import asked_video
 
         asked_video({"fps": arguments.video_fps, "max_frames": arguments.video_frames}, of_frames=False)  # checks them
+        if asked and not arguments.video:
+            raise InputError("--video-fps and --video-frames belong to a --video. Fix: leave them out, or name the video")
     if arguments.json and not asked:
         raise InputError(
             '--json answers one question, not a conversation. Fix: vismoe chat --json "What is in the picture?" --image PICTURE'

@@ -4,6 +4,7 @@ Ctrl-C stops the answer that is being written, never the conversation; Ctrl-D or
 """
 
 import contextlib
+import io
 import shlex
 import signal
 import sys
@@ -65,12 +66,14 @@ def video_parts(paths: list[str], arguments: Namespace) -> list[dict[str, Any]]:
     from vismoe.models.inputs.images import MAX_PIXELS
     from vismoe.models.inputs.videos import fetch_video_file, opened_video
 
+    parts = []
     for path in paths:
         with fetch_video_file(path) as file, opened_video(file, path, MAX_PIXELS) as video:
             held = video.header
             say(f"{path}: {held.width} x {held.height} pixels, {held.frames:,} frames in {held.seconds:.1f} s")
-    sampling = {"fps": arguments.video_fps, "max_frames": arguments.video_frames}
-    return [{"type": "video", "video": path, **sampling} for path in paths]
+            source = file.getvalue() if isinstance(file, io.BytesIO) else path  # what was downloaded is not downloaded again
+        parts.append({"type": "video", "video": source, "fps": arguments.video_fps, "max_frames": arguments.video_frames})
+    return parts
 
 
 def save_kept_maps(figures: "Figures", folder: str) -> list[Path]:
@@ -148,6 +151,7 @@ class ChatSession:
 
         self.console = Console(stderr=True)
         introduce(self.console, self.engine, self.arguments.verbose, "ask something; /help lists the commands")
+        self.waiting = [self._opened(one) if isinstance(one, dict) else one for one in self.waiting]
         with_line_editing()
         while True:
             try:
@@ -188,7 +192,8 @@ class ChatSession:
         say("a new conversation")
 
     def attach_videos(self, text: str) -> None:
-        self.waiting += video_parts(_paths(text, "/video needs a path, e.g. /video clip.mp4"), self.arguments)
+        parts = video_parts(_paths(text, "/video needs a path, e.g. /video clip.mp4"), self.arguments)
+        self.waiting += [self._opened(part) for part in parts]
         say("attached; ask about it")
 
     def attach(self, text: str) -> None:
@@ -251,8 +256,7 @@ class ChatSession:
         """Streams the answer. An answer, even a partial one, enters the history with its question; a failed question does not."""
         from vismoe.cli.print import print_figures
 
-        opened = [self._opened(one) if isinstance(one, dict) else one for one in self.waiting]
-        self.waiting, message = opened, user_message(question, opened)
+        message = user_message(question, self.waiting)
         reply = self.engine.chat([*self.messages, message], self._options_in_force())
         stopped = read_out(reply)
         print(flush=True)

@@ -25,6 +25,7 @@ FLAGS = {
     "allow_origins": "--allow-origin",
     "max_body_bytes": "--max-body",
     "image_timeout_s": "--image-timeout",
+    "video_timeout_s": "--video-timeout",
     "memory_timeout_s": "--memory-timeout",
     "body_timeout_s": "--body-timeout",
     "drain_s": "--drain-seconds",

@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from vismoe.errors import ConfigError, InputError
-from vismoe.models.inputs.sources import READABLE, opened_file
+from vismoe.models.inputs.sources import DOCUMENT, opened_file
 
 SIGNATURE = b"%PDF-"
 SIGNATURE_WITHIN = 1024  # bytes; other bytes may come before it
@@ -49,6 +49,12 @@ class Document:
         drawn: Image.Image = self._pdf[number].render(scale=self._scales[number] / reduce).to_pil()
         return drawn.convert("RGB")
 
+    def drawn(self, numbers: Sequence[int], fix: str) -> list[Image.Image]:
+        """The pages of these numbers. Raises InputError with `fix` for more than MOST_PAGES."""
+        if len(numbers) > MOST_PAGES:
+            raise InputError(f"{len(numbers)} pages, at most {MOST_PAGES} are read at once. Fix: {fix}")
+        return [self.page(number) for number in numbers]
+
 
 @contextmanager
 def opened_document(data: bytes, name: str, max_pixels: int) -> Iterator[Document]:
@@ -58,16 +64,18 @@ def opened_document(data: bytes, name: str, max_pixels: int) -> Iterator[Documen
     except ImportError as error:
         raise ConfigError(f'PDF documents need the package pypdfium2 ({error}). Fix: pip install "vismoe[pdf]"') from error
     if not is_document(data):
-        raise InputError(f"{name}: not a PDF document. Fix: {READABLE['document']}")
+        raise InputError(f"{name}: not a PDF document. Fix: {DOCUMENT.readable}")
     with ONE_AT_A_TIME:
         try:
             with pypdfium2.PdfDocument(data) as pdf:
                 document = Document(pdf, max_pixels)
                 if not document.pages:
-                    raise InputError(f"{name}: the document has no page. Fix: {READABLE['document']}")
+                    raise InputError(f"it has no page. Fix: {DOCUMENT.readable}")
                 yield document
+        except InputError as error:
+            raise type(error)(f"{name}: {error}") from error
         except (pypdfium2.PdfiumError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
-            raise InputError(f"{name}: damaged, or locked by a password ({error}). Fix: {READABLE['document']}") from error
+            raise InputError(f"{name}: damaged, or locked by a password ({error}). Fix: {DOCUMENT.readable}") from error
 
 
 def open_pages(source: str | Path, max_pixels: int) -> list[Image.Image] | None:
@@ -76,18 +84,14 @@ def open_pages(source: str | Path, max_pixels: int) -> list[Image.Image] | None:
     path, _, chosen = str(source).partition(SELECTED)
     if not chosen and not path.lower().endswith(".pdf"):
         return None
-    with opened_file(path, "document") as (file, _), opened_document(file.read(), path, max_pixels) as document:
-        numbers = _selected(chosen, len(document.pages), path)
-        if len(numbers) > MOST_PAGES:
-            raise InputError(f"{path}: {len(numbers)} pages, at most {MOST_PAGES} are read. Fix: {path}{SELECTED}1-{MOST_PAGES}")
-        return [document.page(number) for number in numbers]
+    with opened_file(path, DOCUMENT) as (file, _), opened_document(file.read(), path, max_pixels) as document:
+        numbers = _selected(chosen, len(document.pages))
+        return document.drawn(numbers, f"{path}{SELECTED}1-{MOST_PAGES}")
 
 
-def _selected(chosen: str, pages: int, name: str) -> Sequence[int]:
+def _selected(chosen: str, pages: int) -> Sequence[int]:
     named = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", chosen or f"1-{pages}")
     numbers = range(int(named[1]) - 1, int(named[2] or named[1])) if named else range(0)
     if not numbers or numbers[0] < 0 or numbers[-1] >= pages:
-        raise InputError(
-            f"{name}: {SELECTED}{chosen}: the document has the pages 1 to {pages}. Fix: e.g. {SELECTED}1 or {SELECTED}1-2"
-        )
+        raise InputError(f"{SELECTED}{chosen}: the document has the pages 1 to {pages}. Fix: e.g. {SELECTED}1 or {SELECTED}1-2")
     return numbers

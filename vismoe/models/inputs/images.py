@@ -19,7 +19,7 @@ from PIL import ExifTags, Image, ImageFile
 from vismoe.errors import InputError
 from vismoe.models.inputs.image_addresses import address_error
 from vismoe.models.inputs.rgb import Header, Reduction, rgb_of
-from vismoe.models.inputs.sources import READABLE, data_uri_bytes, opened_file
+from vismoe.models.inputs.sources import IMAGE, data_uri_bytes, opened_file
 from vismoe.models.inputs.videos import SIGNATURE_BYTES, video_format
 
 ImageSource = str | Path | bytes | Image.Image
@@ -76,7 +76,7 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS, reduce: int = 
     if isinstance(source, Image.Image):
         return _upright_rgb(source, "the image", max_pixels, reduce, first_frame=False)
     if isinstance(source, str) and source[:5].lower() == "data:":
-        source = data_uri_bytes(source, "image")
+        source = data_uri_bytes(source, IMAGE)
     elif isinstance(source, str) and (wrong := address_error(source)):
         raise InputError(wrong)
     if isinstance(source, bytes):
@@ -85,7 +85,7 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS, reduce: int = 
         raise InputError(
             f"an image is a path, bytes, a data: URI or a Pillow image, not {type(source).__name__}. Fix: one of these"
         )
-    with opened_file(source, "image") as (file, suffix):
+    with opened_file(source, IMAGE) as (file, suffix):
         return _decode(file, str(source), max_pixels, reduce, suffix)
 
 
@@ -120,9 +120,7 @@ def _opened(file: BinaryIO, name: str, max_pixels: int, suffix: str = "") -> Ima
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InputError(f"{name}: more than the limit of {max_pixels:,} pixels ({error}). Fix: scale it down") from error
     except DECODER_ERRORS as error:
-        raise InputError(
-            f"{name}: not an image that can be read (one of {', '.join(FORMATS)}). Fix: {READABLE['image']}"
-        ) from error
+        raise InputError(f"{name}: not an image that can be read (one of {', '.join(FORMATS)}). Fix: {IMAGE.readable}") from error
 
 
 def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:

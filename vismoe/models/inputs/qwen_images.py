@@ -9,6 +9,7 @@ reads no file and requests no URL. Sizes are pixels, (height, width) in this ord
 """
 
 import importlib
+import logging
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -193,12 +194,14 @@ def vision_process() -> ModuleType:
 
 def _imported() -> ModuleType:
     try:
-        return importlib.import_module("qwen_vl_utils.vision_process")
+        package = importlib.import_module("qwen_vl_utils.vision_process")
     except ImportError as error:
         raise ConfigError(
             f"images of Qwen models need the package qwen-vl-utils, which cannot be imported ({error}). "
             "Fix: pip install 'qwen-vl-utils>=0.0.14'"
         ) from error
+    package.logger.setLevel(logging.ERROR)  # it warns of each number of frames that a short video does not reach
+    return package
 
 
 @contextmanager

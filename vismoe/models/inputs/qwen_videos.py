@@ -30,7 +30,13 @@ from vismoe.ranges import shown
 
 SAMPLING = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # of a file
 OF_FRAMES = ("sample_fps", "raw_fps")  # of a list of frames
+SIZES = ("total_pixels", TOKENS_KEY, *SIZE_KEYS)
+VIDEO_OPTIONS = (*SAMPLING, *OF_FRAMES, *SIZES)
 COUNTS = ("nframes", "min_frames", "max_frames", "total_pixels")
+NUMBERS = {  # the least one, and an example
+    "fps": (0.001, 2), "sample_fps": (0.001, 2), "raw_fps": (0.001, 30), "nframes": (2, 16), "min_frames": (1, 4),
+    "max_frames": (2, 64), "video_start": (0, 10), "video_end": (0, 20), "total_pixels": (1, 8_000_000),
+}  # fmt: skip
 TOGETHER = 2  # frames of a moment
 MOST_FRAMES = 768  # of one video; the package's own limit
 MOST_NUMBER = 10.0**9
@@ -89,7 +95,7 @@ def asked_video(part: Mapping[str, Any], of_frames: bool) -> dict[str, Any]:
     """The options of a video's message part. of_frames: it is a list of frames. Raises InputError."""
     given = {name: value for name, value in part.items() if value is not None and name not in ("type", "video", "video_url")}
     known = OF_FRAMES if of_frames else SAMPLING
-    if unknown := sorted(map(str, given.keys() - {*known, "total_pixels", TOKENS_KEY, *SIZE_KEYS})):
+    if unknown := sorted(map(str, given.keys() - {*known, *SIZES})):
         what = "a list of frames" if of_frames else "a video"
         raise InputError(f"{what} has no option {', '.join(unknown)[:200]}. Fix: leave it out; there are {', '.join(known)}")
     if "fps" in given and "nframes" in given:
@@ -102,11 +108,11 @@ def asked_video(part: Mapping[str, Any], of_frames: bool) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> float:
-    least = 0 if name in ("video_start", "video_end") else TOGETHER if name == "nframes" else 1 if name in COUNTS else 0.001
+    least, example = NUMBERS[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= MOST_NUMBER or (name in COUNTS and value != int(value)):
         kind = "whole number" if name in COUNTS else "number"
-        raise InputError(f"{name}: a {kind} from {least:g} to {MOST_NUMBER:,.0f}, not {shown(value)}. Fix: e.g. {name}=2")
+        raise InputError(f"{name}: a {kind} from {least:g} to {MOST_NUMBER:,.0f}, not {shown(value)}. Fix: e.g. {name}={example}")
     return int(value) if name in COUNTS else float(value)
 
 
@@ -135,8 +141,8 @@ class QwenVideos:
             number = package.smart_nframes(asked, frames, header.fps)
         except (ValueError, AssertionError) as error:
             raise InputError(
-                f"the video has {header.frames} frames in {header.seconds:.2f} s, and what is asked for is impossible: {error}. "
-                "Fix: other numbers of frames or seconds, or one frame as an image"
+                f"the video has {header.frames} frames in {header.seconds:.2f} s, and what is asked for is impossible: "
+                f"{str(error).rstrip('.')}. Fix: other numbers of frames or seconds, or one frame as an image"
             ) from error
         if number > MOST_FRAMES:
             raise InputError(f"nframes={number}: at most {MOST_FRAMES} frames of a video are read. Fix: fewer")
@@ -184,7 +190,7 @@ class QwenVideos:
             try:
                 first_high, first_wide = package.smart_resize(*first, package.SPATIAL_MERGE_SIZE * self.side, *limits)
             except (ValueError, AssertionError) as error:
-                raise InputError(f"a frame of {width} x {height} pixels: {error}. Fix: other sizes") from error
+                raise InputError(f"a frame of {width} x {height} pixels: {str(error).rstrip('.')}. Fix: other sizes") from error
             if not 0 < first_high * first_wide <= MAX_PIXELS:
                 raise InputError(f"a frame of {width} x {height} pixels cannot get that size. Fix: other sizes")
             wide, high = self._fitted((first_wide, first_high), frames, asked)
@@ -213,7 +219,9 @@ class QwenVideos:
         try:
             high, wide = package.smart_resize(height, width, self.side, least, most)
         except (ValueError, AssertionError) as error:
-            raise InputError(f"frames of {width} x {height} pixels: {error}. Fix: other sizes, or crop the video") from error
+            raise InputError(
+                f"frames of {width} x {height} pixels: {str(error).rstrip('.')}. Fix: other sizes, or crop the video"
+            ) from error
         if not 0 < high * wide <= MAX_PIXELS:
             raise InputError(
                 f"frames of {width} x {height} pixels would become {wide:,} x {high:,}, the limit is {MAX_PIXELS:,} pixels. "
@@ -224,7 +232,7 @@ class QwenVideos:
 
 def resized(frame: Image.Image, width: int, height: int) -> Image.Image:
     """By the bicubic filter of torchvision's `resize` of tensors, with antialiasing, bit for bit."""
-    pixels = torch.from_numpy(np.asarray(frame.convert("RGB")).copy()).permute(2, 0, 1)[None]
+    pixels = torch.from_numpy(np.array(frame.convert("RGB"))).permute(2, 0, 1)[None]
     if frame.size != (width, height):
         wide = functional.interpolate(pixels.float(), (height, width), mode="bicubic", align_corners=False, antialias=True)
         pixels = wide.clamp(0, 255).round().to(torch.uint8)

@@ -12,7 +12,7 @@ from typing import Any
 
 from vismoe.app.decoding import video_decoding_bytes
 from vismoe.models.inputs.image_sizes import Look, most_reduction
-from vismoe.models.inputs.qwen_videos import VideoPlan
+from vismoe.models.inputs.qwen_videos import TOGETHER, VideoPlan
 from vismoe.models.inputs.rgb import Header, Reduction, decoding_bytes
 from vismoe.models.inputs.videos import VideoHeader
 
@@ -24,6 +24,8 @@ KEPT_BYTES = 4  # per pixel of a decoded picture
 RESIZED_BYTES = 24  # per pixel of a video's frame while it is resized: as it came, as bytes and as float32
 READ_BYTES = 16  # further bytes per pixel while the processor reads it: 13, and its hash
 SEEN_BYTES = 70  # per pixel of the processor's result: 66 with several pictures, 24 of these for the model
+FILMED_BYTES = 28  # further bytes per pixel of a video's frames, read and processed: up to 27, 12 of these for the model
+MOMENT_BYTES = 32  # and per pixel of one moment, of which more forms are there at once: 57 in all with one moment
 UNKNOWN_BYTES = 32 * 2**20  # result of a processor with an unknown rule: seventeen tiles of 400 x 400
 TOKEN_BYTES = 16  # per token of a prompt: its id, and its place in the mask
 HELD_BYTES = 8  # per character of what an answer repeats of its request: as objects, and as text of four bytes a character
@@ -59,7 +61,7 @@ def picture_cost(header: Header, look: Look) -> PictureCost:
 def video_cost(header: VideoHeader, plan: VideoPlan, tokens: int) -> PictureCost:
     """The cost of a video of which the planned frames are decoded; they are kept at the size that the model sees."""
     pixels = len(plan.indices) * plan.width * plan.height
-    building = (READ_BYTES + SEEN_BYTES // 2) * pixels  # two frames make one picture
+    building = FILMED_BYTES * pixels + MOMENT_BYTES * TOGETHER * plan.width * plan.height
     decoding = video_decoding_bytes(header) + RESIZED_BYTES * header.width * header.height
     return PictureCost(1, tokens, decoding, KEPT_BYTES * pixels, building)
 

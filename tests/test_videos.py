@@ -3,7 +3,10 @@ documents it, logits against the model's own path for videos, and through the en
 
 import base64
 import io
+import os
 import re
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from served import served
 from test_qwen_images import BUILDERS, message
 
 import vismoe
+from vismoe.app.costs import video_cost
 from vismoe.app.decoding import Decoder
 from vismoe.app.page import Page, PageTurn, shown
 from vismoe.cli import main as cli
@@ -29,14 +33,15 @@ from vismoe.errors import ContextError, InputError
 from vismoe.models.inputs.images import open_image
 from vismoe.models.inputs.processor import load_processor, torchvision_works
 from vismoe.models.inputs.qwen_images import vision_process
-from vismoe.models.inputs.qwen_videos import Moment, QwenVideos, Video
-from vismoe.models.inputs.videos import SIGNATURE_BYTES, fetch_video_file, opened_video, video_format
+from vismoe.models.inputs.qwen_videos import Moment, QwenVideos, Video, VideoPlan
+from vismoe.models.inputs.videos import SIGNATURE_BYTES, VideoHeader, fetch_video_file, opened_video, video_format
 from vismoe.options import RequestOptions
 
 QUESTION = "What is in the picture?"
 SMALL = {"min_pixels": 1024, "max_pixels": 16 * 1024}  # few visual tokens
 CONTEXT = 4096
 MOST = 10**8  # pixels
+HERE = Path(__file__).parent
 
 
 def all_frames(data: bytes) -> list[np.ndarray]:
@@ -533,6 +538,46 @@ def test_another_process_reads_a_video_as_this_one_does():
         assert decoder.look_at_video(clip(), MOST, 30) == header
     finally:
         decoder.close()
+
+
+BUILDING = """
+import sys
+import numpy as np
+from PIL import Image
+from test_qwen_images import BUILDERS
+from vismoe.models.inputs.qwen_videos import Moment, Video
+
+
+def status(field):
+    return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field + ":"))
+
+
+def build(moments, width, height):
+    random = np.random.default_rng(0)
+    frames = [Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)).copy() for _ in range(2 * moments)]
+    video = Video(tuple(Moment(*pair) for pair in zip(frames[::2], frames[1::2])), tuple(range(moments)))
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    BUILDERS["demo"].build([{"role": "user", "content": [{"type": "video", "video": video}]}], None)
+    return status("VmHWM") - before
+
+
+build(1, 64, 64)
+for sizes in sys.argv[1:]:
+    print(build(*map(int, sizes.split())))
+"""
+
+
+def test_building_a_prompt_takes_no_more_memory_than_the_server_reserves():
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the peak of a process cannot be reset here")
+    sizes = ((48, 320, 256), (1, 1024, 768))
+    command = [sys.executable, "-c", BUILDING, *(" ".join(map(str, size)) for size in sizes)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(HERE)})
+    for (moments, width, height), taken in zip(sizes, map(int, ran.stdout.split()), strict=True):
+        plan = VideoPlan(tuple(range(2 * moments)), 2.0, width, height)
+        cost = video_cost(VideoHeader(width, height, 2 * moments, 2.0), plan, 1)
+        assert 0.2 * cost.building < taken <= cost.building, (moments, taken)
 
 
 # -- the page

@@ -6,13 +6,13 @@ tests/test_serve.py checks them with the types of the `openai` package, which ta
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from vismoe.app.api_errors import ApiError, error_body
 from vismoe.models.inputs.responses import Piece, Reasoning
-from vismoe.models.inputs.tools import ToolCall
+from vismoe.models.inputs.tools import CallPart, ToolCall
 from vismoe.types import Phase
 
 if TYPE_CHECKING:
@@ -181,11 +181,12 @@ class ChatAnswer(TextAnswer):
 
     def __init__(self, include_usage: bool, logprobs: bool, model: str):
         super().__init__(include_usage, logprobs, "", model)
-        self._calls = 0  # that were told
+        self._ids = list[str]()  # of the calls that were told
+        self._called = False  # one of them is whole
 
     def whole(self, pieces: Sequence[Piece], figures: "Figures") -> Json:
         reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-        calls = [self._call(piece) for piece in pieces if isinstance(piece, ToolCall)]
+        calls = [call for piece in pieces if isinstance(piece, ToolCall) for call in self._told(piece)]
         message: Json = dict(content=text_of(pieces) or (None if calls else ""), refusal=None, role="assistant")
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
@@ -195,17 +196,23 @@ class ChatAnswer(TextAnswer):
         return self._chunk([choice], **further) | {"object": "chat.completion"}
 
     def piece(self, piece: Piece) -> list[Json]:
-        if isinstance(piece, ToolCall):
-            return [self._delta(dict(tool_calls=[{"index": self._calls, **self._call(piece)}]))]
+        if isinstance(piece, ToolCall | CallPart):
+            return [self._delta(dict(tool_calls=[{"index": len(self._ids) - 1, **told}])) for told in self._told(piece)]
         return [self._delta(dict(reasoning_content=piece.text))] if isinstance(piece, Reasoning) else super().piece(piece)
 
-    def _call(self, call: ToolCall) -> Json:
-        self._calls += 1
-        return dict(id=call.id, type="function", function=call.function)
+    def _told(self, call: ToolCall | CallPart) -> Iterator[Json]:
+        """What it adds to the call of its id."""
+        new = call.id not in self._ids[-1:]
+        self._called = self._called or (isinstance(call, ToolCall) and call.whole)
+        if new:
+            self._ids.append(call.id)
+            yield dict(id=call.id, type="function", function=dict(name=call.name, arguments=call.arguments))
+        elif isinstance(call, CallPart):
+            yield dict(function=dict(arguments=call.arguments))
 
     def _finish(self, figures: "Figures") -> Finish:
         usual = finish_of(figures)
-        return "tool_calls" if self._calls and usual == "stop" else usual
+        return "tool_calls" if self._called and usual == "stop" else usual
 
     def opening(self) -> list[Json]:
         return [self._delta(dict(content="", role="assistant"))]

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import from_json
 
-from vismoe.app.answers import AnswerForm, Json, encoded_event, text_of, vismoe_of
+from vismoe.app.answers import AnswerForm, Json, encoded_event, vismoe_of
 from vismoe.app.api_errors import ApiError, error_of_messages
 from vismoe.app.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, Nulls, Strict, Translated, as_parts
 from vismoe.models.inputs.responses import Piece, Reasoning
-from vismoe.models.inputs.tools import ToolCall
+from vismoe.models.inputs.tools import CallPart, ToolCall
 from vismoe.options import AnswerTokens
 
 if TYPE_CHECKING:
@@ -253,6 +254,7 @@ class MessagesAnswer:
         self.id, self._model = f"msg_{uuid.uuid4().hex}", model
         self._block: str | None = None  # the type of the block that is open
         self._blocks, self._called = 0, False
+        self._call = ""  # the id of the latest call
 
     encoded = staticmethod(encoded_event)
 
@@ -261,13 +263,17 @@ class MessagesAnswer:
         return encoded_event(error_of_messages(error))
 
     def whole(self, pieces: Sequence[Piece], figures: "Figures") -> Json:
-        thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-        calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
-        self._called = bool(calls)
-        content: list[Json] = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
-        if (text := text_of(pieces)) or not (calls or thought):
-            content.append({"type": "text", "text": text})
-        content += [{**_begun(call), "input": json.loads(call.arguments)} for call in calls]
+        content, said = list[Json](), list[list[str]]()  # of each block
+        for event in (event for piece in pieces for event in self.piece(piece)):
+            if event["type"] == "content_block_start":
+                content.append(event["content_block"])
+                said.append([])
+            elif event["type"] == "content_block_delta":
+                said[-1] += [text for name, text in event["delta"].items() if name != "type"]
+        for block, texts in zip(content, said, strict=True):
+            text, kind = "".join(texts), block["type"]
+            block |= {"input": from_json(text or "{}", allow_partial=True)} if kind == "tool_use" else {kind: text}
+        content = content or [{"type": "text", "text": ""}]
         usage = usage_of(figures)
         return {**self._message(content), **self._stop(figures), "usage": usage, "vismoe": vismoe_of(figures)}
 
@@ -278,10 +284,13 @@ class MessagesAnswer:
         yield {"type": "message_start", "message": start}
 
     def piece(self, piece: Piece) -> Iterator[Json]:
-        if isinstance(piece, ToolCall):
-            self._called = True
-            yield from self._opened("tool_use", _begun(piece))
-            yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
+        if isinstance(piece, ToolCall | CallPart):
+            if new := piece.id != self._call:
+                self._call = piece.id
+                yield from self._opened("tool_use", _begun(piece))
+            if piece.arguments and (new or isinstance(piece, CallPart)):
+                yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
+            self._called = self._called or (isinstance(piece, ToolCall) and piece.whole)
         elif isinstance(piece, Reasoning):
             yield from self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": piece.text})
@@ -325,7 +334,7 @@ class MessagesAnswer:
             yield {"type": "content_block_stop", "index": self._blocks - 1}
 
 
-def _begun(call: ToolCall) -> Json:
+def _begun(call: ToolCall | CallPart) -> Json:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
 
 

@@ -27,7 +27,7 @@ from vismoe.app.schemas import (
     VismoeRequest,
 )
 from vismoe.models.inputs.responses import Piece, Reasoning
-from vismoe.models.inputs.tools import ToolCall
+from vismoe.models.inputs.tools import CallPart, ToolCall
 from vismoe.options import MOST_TOP, AnswerTokens
 from vismoe.ranges import Range
 
@@ -318,18 +318,26 @@ class ResponsesAnswer:
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
     def piece(self, piece: Piece) -> Iterator[Json]:
-        if isinstance(piece, ToolCall):
-            yield from self._closed("completed")
-            call = {"call_id": piece.id, "name": piece.name, "arguments": ""}
-            yield from self._opened("function_call", "fc", call)
-            yield self._at("function_call_arguments.delta", delta=piece.arguments)
-            yield self._at("function_call_arguments.done", arguments=piece.arguments, name=piece.name)
-            self._item["arguments"] = piece.arguments
+        if isinstance(piece, ToolCall | CallPart):
+            yield from self._called(piece)
             return
         kind, text = ("reasoning", piece.text) if isinstance(piece, Reasoning) else ("message", str(piece))
         yield from self._begun(kind)
         self._texts.append(text)
         yield self._at(f"{self.PARTS[kind]}.delta", content_index=0, delta=text, **self._scored(kind, tokens_of([piece])))
+
+    def _called(self, call: ToolCall | CallPart) -> Iterator[Json]:
+        """A call that is not whole ends as an item that is incomplete."""
+        if new := self._item.get("call_id") != call.id:
+            yield from self._closed("completed")
+            yield from self._opened("function_call", "fc", {"call_id": call.id, "name": call.name, "arguments": ""})
+        if call.arguments and (new or isinstance(call, CallPart)):
+            yield self._at("function_call_arguments.delta", delta=call.arguments)
+        if isinstance(call, ToolCall):
+            self._item["arguments"] = call.arguments
+            if call.whole:
+                yield self._at("function_call_arguments.done", arguments=call.arguments, name=call.name)
+            yield from self._closed("completed" if call.whole else "incomplete")
 
     def closing(self, figures: "Figures") -> Iterator[Json]:
         if not self._items and not self._item:

@@ -100,7 +100,7 @@ def spoken(mark: str) -> Spoken:
 def read(parser: MessageParser, pieces) -> tuple[str, str, list]:
     """(reasoning, content, calls)."""
     found = [piece for text in pieces for piece in parser.feed(text)] + list(parser.end())
-    calls = [(call.name, json.loads(call.arguments)) for call in found if isinstance(call, ToolCall)]
+    calls = [(call.name, json.loads(call.arguments)) for call in found if isinstance(call, ToolCall) and call.whole]
     reasoning = "".join(piece.text for piece in found if isinstance(piece, Reasoning))
     return reasoning, "".join(piece for piece in found if isinstance(piece, str)), calls
 
@@ -119,25 +119,30 @@ def test_every_family_is_read_however_its_answer_is_cut(mark, cuts):
 @pytest.mark.parametrize("mark", [mark for mark in WRITTEN if mark != "</think>"])
 def test_an_answer_that_ends_within_a_call_calls_nothing(mark):
     text = WRITTEN[mark]
-    first = text.index("I look.") + len("I look.")
-    for end in range(first, text.index("Berlin") + 6):
-        _, content, calls = read(MessageParser(spoken(mark), "<assistant>", BOTH), text[:end])
-        assert calls == [] and "".join(content.split()).removeprefix("Ilook.") in "".join(text[first:].split())
-        assert content.startswith("I look.") and (end < text.index("Berlin") or "Berlin"[: end - text.index("Berlin")] in content)
+    first, city = text.index("I look.") + len("I look."), text.index("Berlin")
+    for end in range(first, city + 6):
+        parser = MessageParser(spoken(mark), "<assistant>", BOTH)
+        found = [piece for piece in (*parser.feed(text[:end]), *parser.end()) if not isinstance(piece, Reasoning)]
+        begun = [piece for piece in found if isinstance(piece, ToolCall)]
+        content = "".join(piece for piece in found if isinstance(piece, str))
+        assert not any(call.whole for call in begun) and content.startswith("I look.")
+        assert "".join(content.split()).removeprefix("Ilook.") in "".join(text[first:].split())
+        said = begun[0].arguments if begun else content
+        assert "Berlin"[: max(0, end - city)] in said, "what it has written is in one of them"
 
 
 def test_what_is_no_call_is_told_as_it_is():
     parser = MessageParser(spoken("<tool_call>"), "<assistant>", BOTH)
     assert read(parser, ["So: <tool_call>\n{not json}\n</tool_call> and", " on "])[1] == (
-        "So: <tool_call>\n{not json}\n</tool_call>and on "
+        "So: <tool_call>\n{not json}\n</tool_call> and on "
     )
     for header, said in product(("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"), ("Hi", "\n\nHi")):
         for pieces in ([said], list(said)):
             assert read(MessageParser(spoken("<tool_call>"), header, BOTH), pieces)[1].lstrip() == "Hi"
             assert header.endswith("\n\n") or read(MessageParser(spoken("<tool_call>"), header, BOTH), pieces)[1] == said
-    parser = MessageParser(spoken("<tool_call>"), "<|im_start|>assistant\n", BOTH)
-    parser._parser.feed = parser._parser.finalize = lambda *text: 1 / 0  # a text that the family's template does not foresee
-    assert read(parser, ["a", "\n", "b\n", "\nc"])[1] == "a\nb\n\nc"
+    numbers = {"open": "<n>", "close": "</n>", "content": "int"}  # a template whose own parser refuses a text
+    parser = MessageParser(Spoken({"start_anchor": "^", "fields": {"tool_calls": numbers, "content": {}}}, None), "", BOTH)
+    assert read(parser, ["a", "\n", "<n>b\n", "</n>", "\nc"])[1] == "a\n<n>b\n</n>\nc"
     parser = MessageParser(spoken("<tool_call>"), "<think>\n", BOTH)
     assert read(parser, ["first ", "this</thi", "nk>\n\n", " that"]) == ("first this", "that", [])
     parser = MessageParser(spoken("<tool_call>"), "", ())  # a message that goes on
@@ -148,7 +153,7 @@ def test_what_is_no_call_is_told_as_it_is():
     for mark, text in (
         ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "now"}]'),
         ("<tool_call>", '<tool_call>\n{"name": "now", "arguments": ' + "[" * 100_000 + "\n</tool_call>"),
-        ("<function=", "<tool_call>\n<function=now>\n<parameter=a>\n1</tool_call>"),
+        ("<function=", "<tool_call>\n<function=later>\n<parameter=a>\n1</tool_call>"),
     ):
         assert read(MessageParser(spoken(mark), "<assistant>", BOTH), [text]) == ("", text, [])
     assert read(MessageParser(spoken("<|channel|>"), "<|start|>assistant", BOTH), ['{"a": 1}', " on"])[1] == '{"a": 1} on'
@@ -225,7 +230,7 @@ def test_a_text_between_tags_ends_anywhere_and_may_have_tags(tokenizer, grammars
         "<function=": ("<tool_call>\n<function=f>\n<parameter=a>\n", "\n</parameter>\n</function>\n</tool_call>"),
         "<arg_key>": ("<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"),
     }[mark]
-    for value in ("Berlin", "a < b\n<c>", "", "x" * 300):
+    for value in ("Berlin", "a < b\n<c>", "", "x" * 300, "</function>\n</tool_call>", "</parameter", "</arg_value"):
         mask, ids = grammars.mask_of_calls(spoken(mark), tools), torch.tensor([[5]])
         for token in tokenizer.encode(begin + value + end):
             assert torch.isfinite(mask(ids, torch.zeros(1, len(tokenizer)))[0, token]), value
@@ -233,6 +238,15 @@ def test_a_text_between_tags_ends_anywhere_and_may_have_tags(tokenizer, grammars
         assert torch.isfinite(mask(ids, torch.zeros(1, len(tokenizer)))[0, 3])  # the end
         _, content, calls = read(MessageParser(spoken(mark), "<assistant>", tools.functions), [begin + value + end])
         assert (content, calls) == ("", [("f", {"a": value})])
+    for value in ("a</parameter>b", "</parameter>\n</parameter>") if mark == "<function=" else ("a</arg_value>b",):
+        mask, ids = grammars.mask_of_calls(spoken(mark), tools), torch.tensor([[5]])
+        may = list[bool]()
+        for token in tokenizer.encode(begin + value + end):
+            may.append(bool(torch.isfinite(mask(ids, torch.zeros(1, len(tokenizer)))[0, token])))
+            if not may[-1]:
+                break
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+        assert not may[-1] and len(may) > 10, "its own closing mark ends it"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from vismoe.engine.stats import Figures
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.inputs.prompts import TOKEN_KINDS, is_pixels
 from vismoe.models.inputs.responses import MessageParser, Piece, Reasoning
-from vismoe.models.inputs.tools import ToolCall
+from vismoe.models.inputs.tools import CallPart, ToolCall
 from vismoe.models.visual.growing_cache import grow_in_place
 
 __all__ = ["Figures", "Reply", "StopStrings", "TextPieces", "TokenLoop", "refuse_own_loop"]
@@ -231,7 +231,7 @@ class MessageParts:
     def _tell(self, pieces: Iterable[Piece]) -> None:
         """Tokens with their chances go with the words of the answer that they make; those of reasoning and calls with none."""
         for piece in pieces:
-            if self._scored and not isinstance(piece, ToolCall):
+            if self._scored and not isinstance(piece, ToolCall | CallPart):
                 tokens, self._scored = split_at(self._scored, piece if isinstance(piece, str) else piece.text)
                 piece = ScoredText.of(piece, tokens) if isinstance(piece, str) else piece
             self.emit(piece)
@@ -325,7 +325,8 @@ class StopStrings:
 class Reply:
     """Iterate it for pieces of text; then `answer` and `figures` are there. An error of the request is raised while iterating.
 
-    `pieces` has what the model thinks and the calls that it asks for as well, which are in `reasoning` and `tool_calls`.
+    `pieces` has what the model thinks and the calls that it asks for as well, which are in `reasoning` and, where they are whole,
+    in `tool_calls`.
     """
 
     answer: str = ""  # what was iterated so far
@@ -345,7 +346,7 @@ class Reply:
         yield from (piece for piece in self.pieces() if isinstance(piece, str))
 
     def pieces(self) -> Iterator[Piece]:
-        """Text, Reasoning and ToolCall, as they come."""
+        """Text, Reasoning and ToolCall, as they come; a ToolCall may come behind the CallParts that it is made of."""
         while not self._ended:
             piece = self._pieces.get()
             if piece is None:
@@ -389,7 +390,7 @@ class Reply:
             self.text += piece
         elif isinstance(piece, Reasoning):
             self.reasoning += piece.text
-        else:
+        elif isinstance(piece, ToolCall) and piece.whole:
             self.tool_calls.append(piece)
         self._deliver(piece)
 

@@ -1,4 +1,4 @@
-"""What an answer's text means: words, reasoning, tool calls. transformers' ResponseParser reads it, by a template of the family.
+"""What an answer's text means: words, reasoning, tool calls, by a response template of the family, as transformers defines them.
 
 A tokenizer may bring its template; for others FORMS has one, found by what the family's chat template writes. The forms are those
 of the models' own pages and chat templates: Qwen3 and others (Hermes), Qwen3-Coder and Qwen3.5, GLM-4.5, DeepSeek-V3 and R1,
@@ -8,19 +8,22 @@ gpt-oss (harmony), Gemma 4, Mistral.
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from transformers.utils.chat_parsing import ResponseParser
+import regex
+from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from vismoe.errors import InputError
+from vismoe.models.inputs.json_text import JsonText
 from vismoe.models.inputs.tools import (
     MOST_GRAMMAR,
     PARAMETER_END,
     VALUE_END,
+    CallPart,
     Json,
     ToolCall,
     Tools,
@@ -29,6 +32,7 @@ from vismoe.models.inputs.tools import (
     deepseek,
     harmony,
     hermes,
+    is_plain,
     mistral,
     parameters_of,
     quoted,
@@ -49,7 +53,13 @@ class Reasoning:
     text: str
 
 
-Piece = str | Reasoning | ToolCall
+Piece = str | Reasoning | CallPart | ToolCall  # a ToolCall ends the parts of its id, where there were any
+Steps = Generator[Piece | None, None, Any]  # None: more text is needed, or the end
+Mark = tuple[Any, Any, bool]  # the field of a template that it belongs to, its pattern, whether further text cannot lengthen it
+OBJECT = regex.compile(r"\s*(?=\{)")
+NAMED_OBJECT = regex.compile(
+    r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\\x00-\x1f]{1,200})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 
 
 def _template(calls: Json, content: Json | None = None, reasoning: Json | None = None) -> Json:
@@ -237,35 +247,72 @@ class Spoken:
         once = " | ".join(f"({form.call(tool)})" for tool in tools.demanded)
         rules = [f"start: {quoted(form.before)} {calls} {quoted(form.after)}", f"call: {once}"]
         for name, least, most in sorted(
-            set(re.findall(r"\b(text_(\d+)_(\d*))\b", re.sub("\0.*?\0|%json .*?x-guidance", "", once)))
+            set(re.findall(r"\b(TEXT_(\d+)_(\d*))\b", re.sub("\0.*?\0|%json .*?x-guidance", "", once)))
         ):
-            end = re.escape(form.value_end).replace("/", r"\/").replace("\\\n", r"\n")
-            rules.append(f"{name}[lazy]: /(?s:.{{{least},{most}}}){end}/")
+            mark = re.escape(form.value_end.strip()).replace("/", r"\/")  # with which a value ends wherever it comes
+            rules.append(f"{name}: (/(?s:.{{{least},{most}}})/ & ~/(?s:.*){mark}(?s:.*)/) {json.dumps(form.value_end)}")
         if (size := sum(map(len, rules))) > MOST_GRAMMAR:
             raise too_large(size)
         return with_specials("\n".join(rules), tokenizer)
 
 
+def _mark(field: Any, side: str) -> Mark:
+    """side: open or close."""
+    literal = getattr(field, f"{side}_literals") is not None and not getattr(field, f"{side}_literal_can_extend")
+    return field, getattr(field, f"{side}_re"), literal
+
+
+def _tags(field: Any) -> tuple[Any, Any] | None:
+    """With what a parameter begins, or all of them have ended; and with what one ends. None: it has a form of its own."""
+    begin, value, end = field.content_args.get("tag_pattern", "").partition("(?P<value>.*?)")
+    if field.content != "xml-inline" or len(field.content_args) > 1 or not value or field.close_re is None:
+        return None
+    either = rf"\s*(?:(?>{begin})(?=.)|{field.close_re.pattern})"
+    return regex.compile(either, regex.DOTALL), regex.compile(end, regex.DOTALL)
+
+
+def _kept(kept: list[str], text: str) -> Iterator[Piece]:
+    """In place of telling it."""
+    kept.append(text)
+    return iter(())
+
+
+class _ToldCall:
+    """A call that is told in parts."""
+
+    def __init__(self, name: str):
+        self._call, self._written = ToolCall(name, ""), list[str]()
+
+    def tell(self, text: str) -> Iterator[Piece]:
+        if text or not self._written:
+            self._written.append(text)
+            yield CallPart(self._call.name, text, self._call.id)
+
+    def ended(self, whole: bool) -> ToolCall:
+        return replace(self._call, arguments="".join(self._written), whole=whole)
+
+
 class MessageParser:
     """Reads one answer piece by piece. prompt_end: what the chat template has written of it, e.g. an opened `<think>`; empty
-    where a message goes on. What is no whole call of `tools` is told as it was written; without tools, nothing is a call."""
+    where a message goes on. What is no call of `tools` is told as it was written; without tools, nothing is a call.
+
+    A call of one of them is told in parts, from where its arguments begin; if the text then ends, or leaves the form, the call
+    is not whole, and what follows is told as words."""
 
     def __init__(self, spoken: Spoken, prompt_end: str, tools: Sequence[Json]):
-        fields = spoken.template["fields"]
         template = load_response_template(spoken.template)
-        self._parser = ResponseParser(template, prefix=prompt_end)
-        marked = {name: one for name, one in template.fields.items() if one.open_re is not None}  # others end with the next part
-        self._marks = {name: (one.open_re, one.close_re) for name, one in marked.items()}
-        self._by_tags = fields.get("tool_calls", {}).get("content") == "xml-inline"
+        self._outside = [_mark(field, "open") for field in template.fields.values() if field.open_re is not None]
+        if template.implicit is not None and template.fields[template.implicit].close_re is not None:
+            self._outside.append(_mark(template.fields[template.implicit], "close"))
         self._schemas = {tool["function"]["name"]: parameters_of(tool) for tool in tools}
-        self._left = template.truncate_past_last_anchor(prompt_end) or ""  # what was fed and no event has told of
-        self._unsaid = ""  # of that, what is the prompt's
-        self._written = self._held = ""  # a call that has begun; spaces that may be the last ones of a part
-        self._field, self._begun, self._broken = "content", True, False
-        for _ in self._pieces(self._parser.initial_events):
+        self._text, self._last = template.truncate_past_last_anchor(prompt_end) or "", False  # what no piece has told of; its end
+        self._of_prompt = 0  # characters of this text
+        self._field, self._begun, self._held = "content", True, ""  # held: spaces that may be the last ones of a part
+        self._steps = self._answer()
+        for _ in self._pieces():
             pass
-        self._written = self._held = ""
-        self._unsaid, self._begun = self._left, self._field == "content"
+        self._of_prompt, self._held = len(self._text), ""
+        self._begun = self._field == "content"
 
     @property
     def thinking(self) -> bool:
@@ -274,67 +321,75 @@ class MessageParser:
 
     def feed(self, text: str) -> Iterator[Piece]:
         """What this text adds."""
-        self._left += text
-        if not self._broken:
-            try:
-                yield from self._pieces(self._parser.feed(text))
-                return
-            except Exception:  # a parser's own, of a text that its template does not foresee: it is told as it is
-                self._broken = True
-        yield self._rest()
+        self._text += text
+        yield from self._pieces()
 
     def end(self) -> Iterator[Piece]:
         """What was held back."""
-        if not self._broken:
-            try:
-                events = self._parser.finalize()[1]
-                yield from self._pieces([one for one in events if (one["type"], one["field"]) != ("region_close", "content")])
-            except Exception:  # as above
-                self._broken = True
-        if rest := self._rest() if self._broken or self._written else self._held if self._field == "content" else "":
-            yield rest
+        self._last = True
+        yield from self._pieces()
 
-    def _rest(self) -> str:
-        self._left, self._unsaid = self._left.removeprefix(self._unsaid), ""
-        rest, self._written, self._held, self._left = self._held + self._written + self._left, "", "", ""
-        return rest
+    def _pieces(self) -> Iterator[Piece]:
+        for piece in self._steps:
+            if piece is None:
+                return
+            yield piece
 
-    def _pieces(self, events: Sequence[Json]) -> Iterator[Piece]:
+    def _answer(self) -> Steps:
         """Spaces around the parts are left out."""
-        for event in events:
-            kind, name = event["type"], event["field"]
-            unsaid, self._unsaid = self._unsaid, ""
-            if kind == "region_chunk":
-                self._left = self._left[max(0, self._left.find(event["text"])) + len(event["text"]) :]
-                text = event["text"]
-                if unsaid.startswith(text):
-                    text, self._unsaid = "", unsaid[len(text) :]
-                text = text.removeprefix(unsaid)
-                if name == "tool_calls":
-                    self._written += text
-                else:
-                    yield from self._words(text)
-            elif kind == "region_open":
-                opener = self._behind(self._marks.get(name, (None, None))[0])
-                self._written = opener or "" if name == "tool_calls" else ""
-                if self._field != name or name == "tool_calls":
-                    self._begun = self._begun and self._field == "content" and name not in REASONING and name != "tool_calls"
-                    self._field, self._held = name, ""
+        while found := (yield from self._until(self._outside, self._words)):
+            field, mark = found
+            opener = self._take(mark.end() - mark.start())
+            if field.open_re is None:
+                self._enter("content")
+            elif field.name == "tool_calls":
+                yield from self._call(field, mark.groupdict(), opener)
+                continue
             else:
-                closer = self._behind(self._marks.get(name, (None, None))[1])
-                written, self._written = self._written, ""
-                self._field, self._held, self._begun = "content", "", False
-                if name == "tool_calls":
-                    whole = closer is not None or not self._by_tags
-                    yield from self._calls(event["value"] if whole else None, written + (closer or ""))
+                self._begun = self._begun and field.name == "content"
+                self._field, self._held = field.name, ""
+                marks = [_mark(field, "close")] if field.close_re is not None else []
+                if (closed := (yield from self._until(marks, self._words))) is None:
+                    break
+                self._take(len(closed[1][0]))
+                self._enter("content")
+        if self._held and self._field == "content":
+            yield self._held
 
-    def _behind(self, mark: Any) -> str | None:
-        """The text up to the end of this mark, which is left behind; None: it is not there."""
-        found = mark.search(self._left) if mark is not None else None
-        if found is None:
-            return None
-        passed, self._left = self._left[: found.end()], self._left[found.end() :]
-        return passed
+    def _enter(self, name: str) -> None:
+        self._field, self._held, self._begun = name, "", False
+
+    def _take(self, count: int) -> str:
+        """The next characters, without those of the prompt."""
+        taken, self._text = self._text[min(count, self._of_prompt) : count], self._text[count:]
+        self._of_prompt = max(0, self._of_prompt - count)
+        return taken
+
+    def _until(self, marks: Sequence[Mark], tell: Callable[[str], Iterator[Piece]]) -> Steps:
+        """Tells the text before the first of these marks. Returns its field and match, before which the text is now; or None."""
+        while True:
+            best, hold = None, len(self._text)
+            for field, pattern, final in marks:
+                found = pattern.search(self._text, partial=not self._last)
+                if found is None or (field is not None and field.open_re is None and not (found.partial or found[0])):
+                    continue
+                if not self._last and (found.partial or (found.end() == len(self._text) and not final)):
+                    hold = min(hold, found.start())
+                elif best is None or (found.start(), -found.end()) < (best[1].start(), -best[1].end()):
+                    best = field, found
+            if best is not None and best[1].start() < hold:
+                yield from tell(self._take(best[1].start()))
+                return best
+            yield from tell(self._take(hold))
+            if self._last:
+                return None
+            yield None
+
+    def _meet(self, pattern: Any) -> Steps:
+        """Returns the match of this pattern at the front of the text, which stays; None: there is none."""
+        while (found := pattern.match(self._text, partial=not self._last)) is not None and found.partial:
+            yield None
+        return found
 
     def _words(self, text: str) -> Iterator[Piece]:
         text = self._held + text
@@ -346,10 +401,103 @@ class MessageParser:
             self._begun = True
             yield Reasoning(said) if self._field in REASONING else said
 
-    def _calls(self, value: Any, written: str) -> Iterator[Piece]:
-        """Calls, or what was written in their place."""
+    def _call(self, field: Any, captures: Json, opener: str) -> Steps:
+        """One region of calls, behind its opening mark."""
+        function = field.transform.get("function") if isinstance(field.transform, dict) else None
+        named, name = function == CALLED["function"], captures.get("name") or ""
+        by_json = field.content == "json" and not field.content_args.keys() - LAX.keys()
+        if not self._schemas:
+            yield from self._words(opener)
+            return
+        if by_json and (named or function == "{content}"):
+            head = yield from self._meet(OBJECT if named else NAMED_OBJECT)
+            if head is not None and (name := name or head.groupdict().get("name")) in self._schemas:
+                yield from self._json_call(field, name, self._take(head.end()))
+                return
+        tags = _tags(field)
+        if tags is not None and named and name in self._schemas:
+            yield from self._tags_call(name, *tags)
+            return
+        body = list[str]()
+        collect = partial(_kept, body)
+        if by_json:
+            whole = yield from self._scanned(JsonText(), 0, collect)
+            closer = (yield from self._closer(field)) if whole else ""
+        else:
+            closed = yield from self._until([_mark(field, "close")] if field.close_re is not None else [], collect)
+            closer, whole = self._take(len(closed[1][0])) if closed else "", closed is not None or field.content == "json"
+        calls = self._calls(field, "".join(body), captures) if whole else []
+        if calls:
+            self._enter("content")
+            yield from calls
+        else:
+            yield from self._words("".join((opener, *body, closer)))
+
+    def _closer(self, field: Any) -> Steps:
+        """Takes the mark that ends a region, if it comes next. Returns it."""
+        if field.close_re is None:
+            return ""
+        found = yield from self._meet(regex.compile(rf"\s*(?:{field.close_re.pattern})", regex.DOTALL))
+        return self._take(found.end()) if found is not None else ""
+
+    def _scanned(self, scan: JsonText, depth: int, tell: Callable[[str], Iterator[Piece]]) -> Steps:
+        """Tells JSON. Returns whether it came to the end of the value at this depth."""
+        while True:
+            yield from tell(self._take(scan.read(self._text, depth)))
+            if scan.ended or scan.broken or self._last:
+                return scan.ended
+            yield None
+
+    def _json_call(self, field: Any, name: str, head: str) -> Steps:
+        """head: what comes before the arguments, which are told as they are written."""
+        call, scan = _ToldCall(name), JsonText()
+        scan.read(head)
+        depth = scan.depth
+        self._enter("content")
+        yield from call.tell("")
+        whole = yield from self._scanned(scan, depth, call.tell)
+        yield call.ended(whole)
+        if whole and (not depth or (yield from self._scanned(scan, 0, partial(_kept, [])))):
+            yield from self._closer(field)
+
+    def _tags_call(self, name: str, begin: Any, end: Any) -> Steps:
+        """Texts are told as they are written, other values when they are whole."""
+        call, schema = _ToldCall(name), self._schemas[name]
+        self._enter("content")
+        yield from call.tell("")
+        before, ends = "{", [(None, end, True)]
+        while (found := (yield from self._meet(begin))) is not None:
+            self._take(found.end())
+            key = found["key"]
+            if key is None:
+                yield from call.tell("{}" if before == "{" else "}")
+                break
+            its = schema.get("properties", {}).get(key)
+            yield from call.tell(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+            before = ", "
+            if is_plain(its, schema):
+                yield from call.tell('"')
+                ended = yield from self._until(ends, lambda text: call.tell(json.dumps(text, ensure_ascii=False)[1:-1]))
+                value = '"'
+            else:
+                written = list[str]()
+                ended = yield from self._until(ends, partial(_kept, written))
+                value = json.dumps(value_of("".join(written), its, schema), ensure_ascii=False)
+            if ended is None:
+                found = None
+                break
+            self._take(len(ended[1][0]))
+            yield from call.tell(value)
+        yield call.ended(found is not None)
+
+    def _calls(self, field: Any, body: str, captures: Json) -> list[Piece]:
+        """Calls of a region that was read whole; none: it has other things."""
+        try:
+            value = process_field(body, field, {name: text for name, text in captures.items() if text is not None})
+        except Exception:  # a content parser's own, of a text that its template does not foresee
+            return []
         found = list[Piece]()
-        for call in (value if isinstance(value, list) else [value]) if self._schemas else ():
+        for call in value if isinstance(value, list) else [value]:
             function = call.get("function") if isinstance(call, dict) else None
             name, given = None, None
             if isinstance(function, dict):  # some models write of parameters
@@ -359,9 +507,9 @@ class MessageParser:
                     given = json.loads(given)
             if not isinstance(name, str) or not isinstance(given, dict | None):
                 continue
-            if self._by_tags and given:
+            if field.content == "xml-inline" and given:
                 schema = self._schemas.get(name, {})
                 properties = schema.get("properties", {})
                 given = {key: value_of(text, properties.get(key), schema) for key, text in given.items()}
             found.append(ToolCall(name, json.dumps(given or {}, ensure_ascii=False)))
-        yield from found or [written]
+        return found

@@ -17,15 +17,25 @@ MOST_GRAMMAR = 2_000_000  # characters of what a demanded call follows
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model asks for. arguments: a JSON object as text."""
+    """A call that the model asks for. arguments: a JSON object as text; of a call that is not whole its beginning."""
 
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    whole: bool = True
 
     @property
     def function(self) -> dict[str, str]:
         return {"name": self.name, "arguments": self.arguments}
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """A piece of a call that is being written. arguments: what it adds to them; the first part has none."""
+
+    name: str
+    arguments: str
+    id: str
 
 
 @dataclass(frozen=True)
@@ -169,7 +179,7 @@ def _is_text(schema: Any) -> bool:
 def _fields(tool: Json, begin: str, value: str, end: str) -> str:
     """Each parameter between markers of its own: texts as they are, all else as JSON. begin: with the name as `{}`.
 
-    A text ends with its marker: `text_LEAST_MOST`, a rule of `Spoken.grammar`. Raises InputError for what tags cannot say.
+    A text ends with its marker: `TEXT_LEAST_MOST`, a rule of `Spoken.grammar`. Raises InputError for what tags cannot say.
     """
     schema, parts = parameters_of(tool), list[str]()
     properties, needed = schema.get("properties", {}), schema.get("required", [])
@@ -187,7 +197,7 @@ def _fields(tool: Json, begin: str, value: str, end: str) -> str:
         if _is_words(its):
             words = f"({' | '.join(map(quoted, its['enum']))}) {quoted(end)}"
         elif _is_text(its):
-            words = f"text_{its.get('minLength', 0)}_{its.get('maxLength', '')}"
+            words = f"TEXT_{its.get('minLength', 0)}_{its.get('maxLength', '')}"
         else:
             words = f"({_json_of(its, schema)}) {quoted(end)}"
         part = f"{quoted(begin.replace('{}', name) + value)} {words}"
@@ -199,11 +209,16 @@ def too_large(characters: int) -> InputError:
     return InputError(f"tools: what a demanded call follows has {characters:,} characters. Fix: smaller schemas, or fewer tools")
 
 
+def is_plain(schema: Any, root: Json) -> bool:
+    """Whether every text between tags means itself."""
+    return _is_text(schema) or _is_words(schema) or not _kinds(schema, root)
+
+
 def value_of(text: str, schema: Any, root: Json) -> Any:
     """What a text between tags means by its schema."""
-    kinds = _kinds(schema, root)
-    if _is_text(schema) or _is_words(schema) or not kinds:
+    if is_plain(schema, root):
         return text
+    kinds = _kinds(schema, root)
     try:
         value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except (ValueError, RecursionError):

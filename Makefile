@@ -9,6 +9,8 @@ DEV := $(VENV)/.vismoe-dev
 TYPES := $(VENV)/types
 TRITON := $(VENV)/triton
 CLIENTS := $(VENV)/clients
+CHAT_PAGE := $(VENV)/open-webui
+CHAT_PAGE_PYTHON ?= python3.12  # Open WebUI wants 3.11 or 3.12
 FOLDERS := app eval predictor_training
 RECIPE := $(wildcard assets/*.py) assets/demo_recipe
 NATIVE := CMakeLists.txt $(wildcard vismoe/kernels/csrc/*)
@@ -43,7 +45,7 @@ PYTEST_WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores <
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest clients gpu models check lint types format clean
+.PHONY: help demo test test-oldest clients chat-page gpu models check lint types format clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -61,6 +63,9 @@ test-oldest: $(OLDEST)/.done ## the test suite with the oldest transformers supp
 clients: $(DEV) $(CLIENTS)/.done ## the server with clients as people install them: an agent, an agent library, a chat
 	@$(PYTEST) tests/test_clients.py $(PYTEST_ARGS)
 
+chat-page: $(DEV) $(CHAT_PAGE)/.done ## the server with Open WebUI, a chat in the browser
+	@$(PYTEST) tests/test_clients.py -k page $(PYTEST_ARGS)
+
 gpu: $(DEV) $(TRITON)/.done ## check and measure the GPU in nine minutes; without one, what needs none
 	@$(BIN)/vismoe gpu-check $(GPU_CHECK_ARGS)
 
@@ -71,6 +76,12 @@ $(CLIENTS)/.done: | $(BIN)/python
 	@echo "Installing clients into $(CLIENTS), which takes a minute."
 	@$(BIN)/python -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents llm mini-swe-agent
+	@touch $@
+
+$(CHAT_PAGE)/.done: | $(BIN)/python
+	@echo "Installing Open WebUI into $(CHAT_PAGE), which takes 7 GB and several minutes."
+	@$(CHAT_PAGE_PYTHON) -m venv $(CHAT_PAGE)
+	@$(CHAT_PAGE)/bin/python -m pip install --quiet --disable-pip-version-check 'torch<2.14' open-webui
 	@touch $@
 
 check: lint types ## style, imports and types, no tests

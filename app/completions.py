@@ -6,14 +6,15 @@ through a queue. If a request ends early (the client left, the server closes, an
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -61,6 +62,7 @@ STEP_BYTES = 2**20  # buffer growth for a body of unknown length
 
 Call = Callable[..., Any]  # starts and returns the engine's reply, whose seed may be given by name; or makes a prompt
 Placed = tuple[int, Piece]  # a piece, of which answer
+Named = Callable[[ApiError], ApiError]
 Result = TypeVar("Result")
 
 
@@ -106,8 +108,9 @@ class Completions:
         """The tokens of the prompt of a request."""
         caller = self._callers.enter()
         try:
-            (built,), _ = await self._asked(http, caller, kind, building=True)
-            prompt: Prompt = await self._in_thread(built)
+            (built,), wish = await self._asked(http, caller, kind, building=True)
+            with naming(wish.named):
+                prompt: Prompt = await self._in_thread(built)
             ids: list[int] = prompt.inputs["input_ids"][0].tolist()
             return ids
         finally:
@@ -119,7 +122,8 @@ class Completions:
             calls, wish = await self._asked(http, caller, kind)
             caller.memory.shrink(MemoryKind.LARGE_BODY, 0)  # the body and its parsed form are released
             caller.memory.shrink(MemoryKind.BODY, BASE_BYTES + wish.held_bytes)
-            replies = await self._in_thread(unless_left, caller, calls, wish)
+            with naming(wish.named):
+                replies = await self._in_thread(unless_left, caller, calls, wish)
             del calls  # releases the pictures
             said = Said(replies, caller.memory)
             caller.memory.is_built()
@@ -157,8 +161,9 @@ class Completions:
         if isinstance(request, CompletionRequest):
             return await self._of_texts(request, share, building), wish
         assert isinstance(request, ChatRequest)
-        options = self._chat_options(request)
-        messages = await self._messages(request, share, options.image_tokens)
+        with naming(wish.named):
+            options = self._chat_options(request)
+            messages = await self._messages(request, share, options.image_tokens)
         task = self._engine.prompt_of if building else self._engine.chat
         return [partial(task, messages, options, **request.of_template)], wish
 
@@ -340,24 +345,37 @@ class Wish:
     seed: int | None  # of the first one
     forms: Sequence[AnswerForm]  # for each prompt
     held_bytes: int  # of the request, until its answers have ended
+    named: Named  # an error in the names of the request's door
 
     @property
     def answers(self) -> int:
         return self.n * len(self.forms)
 
     @classmethod
-    def of(cls, request: Sampling, forms: Sequence[AnswerForm], held: int) -> "Wish":
+    def of(cls, request: Sampling, forms: Sequence[AnswerForm], held: int, named: Named) -> "Wish":
         change, n = bool(request.vismoe and request.vismoe.change), request.n or 1
-        return cls(bool(request.stream), change, n, request.seed, forms, n * held)
+        return cls(bool(request.stream), change, n, request.seed, forms, n * held, named)
 
 
 def understood(kind: type[Body], body: bytearray) -> tuple[Sampling, Wish]:
     """A request in our form, and how its answers are wanted. Takes long where the body is large."""
-    parsed = parse(kind, body)
-    request = parsed.translated() if isinstance(parsed, Translated) else parsed
+    with naming(kind.named):
+        parsed = parse(kind, body)
+    named = partial(kind.named, parsed=parsed)
+    with naming(named):
+        request = parsed.translated() if isinstance(parsed, Translated) else parsed
     assert isinstance(request, Sampling)
     prompts = prompts_bytes(request.prompts) if isinstance(request, CompletionRequest) else 0
-    return request, Wish.of(request, parsed.forms(), held_bytes(parsed.repeated) + prompts)
+    return request, Wish.of(request, parsed.forms(), held_bytes(parsed.repeated) + prompts, named)
+
+
+@contextmanager
+def naming(named: Named) -> Iterator[None]:
+    """Errors about a request are told in the names of its door."""
+    try:
+        yield
+    except (ApiError, InputError, ValidationError) as error:
+        raise named(api_error_of(error)) from error
 
 
 class Said:

@@ -3,9 +3,11 @@
 Nothing is stored: the client sends the whole conversation in `input`, and what refers to something stored is refused by name.
 """
 
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -17,6 +19,7 @@ from vismoe.app.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
+    Body,
     ChatRequest,
     JsonSchema,
     Nulls,
@@ -37,6 +40,17 @@ if TYPE_CHECKING:
 
 NOT_STORED = "nothing is stored, the conversation goes into input"
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # the nearest that chat templates know
+NAMES = (  # fields of a chat request, or of one that could not be read, as this door has them
+    (r"^messages$", "input"),
+    (r"(?<=\])\.(?:message|reasoning|function_call(?:_output)?|(?:in|out)put_\w+|\w+_text|refusal)(?=[.\[]|$)", ""),  # types
+    (r"\.(?:[A-Z]\w*|literal\[.*\])", ""),
+    (r"\.image_url\.(?:url|(detail))$", lambda found: ".detail" if found[1] else ".image_url"),
+    (r"\.file\.file_data$", ".file_data"),
+    (r"^(tools\[\d+\])\.function\b", r"\1"),
+    (r"^max_(?:completion_)?tokens$", "max_output_tokens"),
+    (r"^reasoning_effort$", "reasoning.effort"),
+    (r"^response_format(?:\.json_schema)?", "text.format"),
+)
 NOT_CUT = "a conversation that is too long is refused"
 
 
@@ -225,8 +239,7 @@ class ResponsesRequest(Translated, OpenaiBody):
     def translated(self) -> ChatRequest:
         names = self.model_fields_set & ChatRequest.model_fields.keys() - {"tools", "tool_choice"}
         given: Json = {name: getattr(self, name) for name in names}
-        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        given |= {"messages": [*system, *_joined(item.message() for item in self.input)], "max_tokens": self.max_output_tokens}
+        given |= {"messages": [message for _, message in self._turns], "max_tokens": self.max_output_tokens}
         if self.tools:
             given["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools]
         if isinstance(self.tool_choice, ChosenTool):
@@ -240,6 +253,23 @@ class ResponsesRequest(Translated, OpenaiBody):
             given["reasoning_effort"] = EFFORTS.get(self.reasoning.effort or "", self.reasoning.effort)
         given["logprobs"] = self._logprobs or None
         return ChatRequest.model_validate({name: value for name, value in given.items() if value is not None})
+
+    @cached_property
+    def _turns(self) -> Sequence[tuple[str, Json]]:
+        """The messages, and where each of them is in this request."""
+        system = [("instructions", {"role": "system", "content": self.instructions})] if self.instructions else []
+        return [*system, *_joined((f"input[{place}]", item.message()) for place, item in enumerate(self.input))]
+
+    @classmethod
+    def named(cls, error: ApiError, parsed: "Body | None" = None) -> ApiError:
+        if error.param is None:
+            return error
+        turns = [place for place, _ in parsed._turns] if isinstance(parsed, cls) else []
+        name = re.sub(r"^messages\[(\d+)\]", lambda found: turns[int(found[1])] if turns else found[0], error.param)
+        for pattern, other in NAMES:
+            name = re.sub(pattern, other, name)
+        begin, colon, reason = error.message.partition(": ")
+        return replace(error, param=name, message=f"{name}: {reason}" if begin == error.param and colon else error.message)
 
     @property
     def _logprobs(self) -> bool:
@@ -264,21 +294,22 @@ class ResponsesRequest(Translated, OpenaiBody):
         return [partial(ResponsesAnswer, self.repeated, self._logprobs)]
 
 
-def _joined(messages: Iterator[Json]) -> Iterator[Json]:
-    """Items of one turn of the assistant as one message, as chat templates expect it."""
-    turn: Json = {}
-    for message in messages:
+def _joined(messages: Iterator[tuple[str, Json]]) -> Iterator[tuple[str, Json]]:
+    """Items of one turn of the assistant as one message, as chat templates expect it, at the place of its content."""
+    begun, turn = "", dict[str, Any]()
+    for place, message in messages:
         if message["role"] != "assistant" or not turn or "reasoning_content" in message:
             if turn:
-                yield turn
-            turn = {}
+                yield begun, turn
+            begun, turn = place, {}
         if message["role"] != "assistant":
-            yield message
+            yield place, message
             continue
+        begun = place if "content" in message else begun
         for name, value in message.items():
             turn[name] = turn[name] + value if isinstance(value, list) and name in turn else value
     if turn:
-        yield turn
+        yield begun, turn
 
 
 class ResponsesAnswer:

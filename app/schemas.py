@@ -370,6 +370,11 @@ class Body(Strict):
         """Of the answer to each prompt."""
         raise NotImplementedError
 
+    @classmethod
+    def named(cls, error: ApiError, parsed: "Body | None" = None) -> ApiError:
+        """The error in the names of this door. parsed: the request, where it could be read."""
+        return error
+
     @cached_property
     def repeated(self) -> Any:
         """What the answer holds of the request."""
@@ -624,7 +629,8 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _echo_of_text(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
-            raise ApiError(400, "echo with logprobs: those of a prompt are not computed. Fix: leave one of them out", "echo")
+            reason = "of a prompt only the last token's logits are computed, as memory for all is not planned"
+            raise ApiError(400, f"echo with logprobs: {reason}. Fix: leave one of them out", "echo")
         if self.echo and not all(isinstance(prompt, str) for prompt in self.prompts):
             raise ApiError(400, "echo with ids of tokens: there is no text. Fix: leave it out", "echo")
         return self

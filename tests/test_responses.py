@@ -191,3 +191,41 @@ def test_tokens_are_those_of_the_tokenizer(server, engine):  # noqa: F811
 def test_prompts_that_cannot_be_are_refused(server, path, body, named):
     refused = server.post(body, path)
     assert refused.status_code == 400 and named in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        (dict(max_output_tokens=0), "max_output_tokens"),
+        (dict(input=[{"role": "user", "content": [{"type": "input_text", "text": 5}]}]), "input[0].content[0].text"),
+        (dict(input=[{"role": "user", "content": [IMAGE | {"image_url": 5}]}]), "input[0].content[0].image_url"),
+        (dict(input=[{"role": "user", "content": [IMAGE | {"image_url": "data:image/png;base64,AAAA"}]}]), "input"),
+        (
+            dict(
+                instructions="Be short.",
+                input=[
+                    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+                    {"role": "assistant", "content": "Yes?"},
+                    {"role": "user", "content": [{"type": "input_text", "text": "So?"}, IMAGE | {"detail": "fine"}]},
+                ],
+            ),
+            "input[2].content[1].detail",
+        ),
+        (dict(input=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [IMAGE]}]), "input[1]"),
+        (dict(input="word " * 3000), "input"),
+        (dict(input="word " * 300_000), "input"),
+        (dict(tools=[TOOLS[0] | {"name": "a b"}]), "tools[0].name"),
+        (dict(tools=TOOLS, tool_choice={"type": "function", "name": 5}), "tool_choice"),
+        (dict(reasoning={"effort": "enormous"}), "reasoning.effort"),
+        (dict(text={"format": {"type": "json_schema"}}), "text.format"),
+        (dict(stop=["a"] * 9), "stop"),
+    ],
+    ids=[str(number) for number in range(13)],
+)
+def test_errors_name_the_fields_of_this_door(server, given, param):
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        answer = server.post({"input": "Hello!", **given}, path)
+        if path == "/v1/responses" or answer.status_code != 200:
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["param"] == param, error
+            assert "messages[" not in error["message"] and "max_tokens" not in error["message"]

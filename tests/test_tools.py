@@ -169,6 +169,8 @@ def test_what_is_no_call_is_told_as_it_is():
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "Berlin", "Berlin"),
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
         ({"$ref": "#/$defs/unit"}, '"C"', "C"),
+        ({"$ref": "#/properties/a~1b"}, "7", 7),
+        ({"$ref": "#/properties/none"}, "7", "7"),
         ({"type": "boolean"}, "True", True),
         ({"type": "number"}, "2.5", 2.5),
         ({"type": "array", "items": {}}, '[1, "a"]', [1, "a"]),
@@ -179,7 +181,11 @@ def test_what_is_no_call_is_told_as_it_is():
     ids=str,
 )
 def test_a_value_between_tags_means_what_its_schema_says(schema, written, meant):
-    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"unit": {"enum": ["C", "F"]}}}
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema, "a/b": {"type": "integer"}},
+        "$defs": {"unit": {"enum": ["C", "F"]}},
+    }
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     text = f"<tool_call>\n<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
     assert read(MessageParser(spoken("<function="), "<assistant>", (tool,)), [text])[2] == [("f", {"a": meant})]
@@ -264,6 +270,42 @@ def test_schemas_that_tags_cannot_follow_are_refused(grammars, parameters, why):
     with pytest.raises(InputError, match=re.escape(why)):
         grammars.mask_of_calls(
             spoken("<function="), Tools(({"type": "function", "function": {"name": "f", "parameters": parameters}},), "f")
+        )
+
+
+REFERRING = {
+    "type": "object",
+    "$defs": {"short": {"type": "string", "maxLength": 3}},
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 9},
+        "b": {"$ref": "#/properties/a"},
+        "c": {"type": "array", "items": {"$ref": "#/properties/b"}, "minItems": 1, "maxItems": 2},
+        "d": {"$ref": "#/$defs/short"},
+        "e": {"enum": ["#/properties/a"]},
+    },
+    "required": ["a", "b", "c", "d", "e"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("mark", [form.marks[-1] for form in FORMS if form.call is not None])
+def test_references_to_anywhere_in_a_schema_are_followed(tokenizer, grammars, mark):
+    again = {**REFERRING, "properties": {**REFERRING["properties"], "again": {"$ref": "#"}}}
+    for parameters in (REFERRING, again):
+        tools = Tools(({"type": "function", "function": {"name": "f", "parameters": parameters}},), "f", False)
+        for seed in range(4):
+            mask = grammars.mask_of_calls(spoken(mark), tools)
+            text = answered(tokenizer, mask, torch.Generator().manual_seed(seed), torch.tensor([[5, 6]]), 2000)
+            if text is None:
+                assert parameters is again, "only that goes on for good"
+                continue
+            ((name, arguments),) = read(MessageParser(spoken(mark), "<assistant>", tools.functions), [text])[2]
+            assert name == "f"
+            jsonschema.validate(arguments, parameters)
+    nowhere = {"type": "object", "properties": {"b": {"$ref": "#/properties/z"}}, "required": ["b"]}
+    with pytest.raises(InputError, match="/properties/z"):
+        grammars.mask_of_calls(
+            spoken(mark), Tools(({"type": "function", "function": {"name": "f", "parameters": nowhere}},), "f")
         )
 
 

@@ -146,23 +146,39 @@ def parameters_of(tool: Json) -> Json:
 
 
 def _json_of(schema: Any, root: Json) -> str:
-    """In the spaces that chat templates write. root: has what references mean."""
+    """In the spaces that chat templates write. root: the schema that references are within."""
     written = schema if isinstance(schema, dict) else {}
-    refers = "$ref" in json.dumps(written)
-    meant = {name: root[name] for name in ("$defs", "definitions") if refers and name in root}
+    if schema is not root and "$ref" in json.dumps(written):
+        written = {**_moved(written), "$defs": {"root": _moved(root)}}
     spaced = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return f"%json {json.dumps({**written, **meant, 'x-guidance': spaced})}"
+    return f"%json {json.dumps({**written, 'x-guidance': spaced})}"
+
+
+def _moved(schema: Any) -> Any:
+    """The same schema where what its references begin with, `#`, is at `#/$defs/root`."""
+    if isinstance(schema, list):
+        return [_moved(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: f"#/$defs/root{value[1:]}" if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else value if name in ("const", "enum") and not isinstance(value, dict)
+        else _moved(value)
+        for name, value in schema.items()
+    }  # fmt: skip
 
 
 def _arguments(tool: Json) -> str:
-    return _json_of(parameters_of(tool), {})
+    return _json_of(schema := parameters_of(tool), schema)
 
 
 def _whole_json(tool: Json) -> str:
     """{"name": ..., "arguments": ...}"""
-    call = {"name": {"const": tool["function"]["name"]}, "arguments": parameters_of(tool)}
+    parameters = parameters_of(tool)
+    arguments = {"$ref": "#"} if "$ref" in json.dumps(parameters) else parameters
+    call = {"name": {"const": tool["function"]["name"]}, "arguments": arguments}
     whole = {"type": "object", "properties": call, "required": list(call), "additionalProperties": False}
-    return _json_of(whole, parameters_of(tool))
+    return _json_of(whole, parameters)
 
 
 def _is_words(schema: Any) -> bool:
@@ -228,15 +244,23 @@ def value_of(text: str, schema: Any, root: Json) -> Any:
     return value if isinstance(value, dict | list) and kinds & {"object", "array"} else text
 
 
+def _meant(reference: str, root: Json) -> Any:
+    """What a reference within this schema points to; None: nothing."""
+    found: Any = root if reference.startswith("#") else None
+    for part in reference.split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
 def _kinds(schema: Any, root: Json, depth: int = 0) -> set[str]:
-    """The types that a schema names, also by a reference to definitions, a union, or its values."""
+    """The types that a schema names, also by a reference, a union, or its values."""
     if not isinstance(schema, dict) or depth > 8:
         return set()
     found = {schema["type"]} if isinstance(schema.get("type"), str) else set()
     found |= {kind for kind in schema["type"] if isinstance(kind, str)} if isinstance(schema.get("type"), list) else set()
-    place, _, name = str(schema.get("$ref", "")).removeprefix("#/").partition("/")
-    if place in ("$defs", "definitions") and isinstance(root.get(place), dict):
-        found |= _kinds(root[place].get(name), root, depth + 1)
+    if isinstance(schema.get("$ref"), str):
+        found |= _kinds(_meant(schema["$ref"], root), root, depth + 1)
     for union in ("anyOf", "oneOf", "allOf"):
         for each in schema[union] if isinstance(schema.get(union), list) else ():
             found |= _kinds(each, root, depth + 1)

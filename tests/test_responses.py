@@ -126,7 +126,7 @@ def test_an_answer_follows_its_schema_and_brings_log_probabilities(client):
         (dict(extra_body={"max_output_tokens": 0}), "max_output_tokens"),
         (dict(extra_body={"something": 1}), "something"),
         (dict(conversation=[{"type": "item_reference", "id": "x"}]), "item_reference"),
-        (dict(conversation=[{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]), "input_file"),
+        (dict(conversation=[{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]), r"content\[0\]\.file_id"),
         (dict(conversation=[{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]), "file_id"),
     ],
 )

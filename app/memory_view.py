@@ -10,8 +10,10 @@ SHADES = 8  # colours of the bar, used in turn
 LEAST_SHARE = 0.01  # share of a tier's bytes; the bar combines smaller parts
 
 
-def head(name: str, plan: Any) -> str:
+def head(name: str, plan: Any = None) -> str:
     """HTML of the page's first line: the model, and how many experts memory holds."""
+    if plan is None:
+        return f'<div class="vm-head"><h1>VisMoE</h1><span>{escape(name)}</span></div>'
     held = f"{plan.resident_experts} of {plan.total_experts} experts ({plan.resident_experts / plan.total_experts:.0%})"
     return (
         f'<div class="vm-head"><h1>VisMoE</h1><span>{escape(served_name(name))}</span>'
@@ -19,13 +21,13 @@ def head(name: str, plan: Any) -> str:
     )
 
 
-def memory_plan(plan: Any) -> str:
-    """HTML of a `Plan`: for each tier one bar, and its parts."""
+def memory_plan(plan: Any, folded: bool = False) -> str:
+    """HTML of a `Plan`: for each tier one bar, and its parts, which `folded` hides until they are asked for."""
     places = [(f"on the {plan.device}", plan.parts), ("in host memory", plan.host_parts)]
-    return "".join(_place(name, parts) for name, parts in places if parts)
+    return "".join(_place(name, parts, folded) for name, parts in places if parts)
 
 
-def _place(name: str, parts: Any) -> str:
+def _place(name: str, parts: Any, folded: bool) -> str:
     summands = sorted((part for part in parts if not part.inside and part.bytes), key=lambda part: -part.bytes)
     total = sum(part.bytes for part in summands)
     segments, rows, small = [], [], 0
@@ -42,10 +44,9 @@ def _place(name: str, parts: Any) -> str:
         )
     if small:
         segments.append(_segment("vm-queue", "the rest", small, total))
-    return (
-        f'<p><b>{format_bytes(total)}</b> {escape(name)}</p><div class="vm-stack">{"".join(segments)}</div>'
-        f'<div class="vm-scroll"><table class="vm-parts">{"".join(rows)}</table></div>'
-    )
+    table = f'<div class="vm-scroll"><table class="vm-parts">{"".join(rows)}</table></div>'
+    table = f"<details><summary>What it is for</summary>{table}</details>" if folded else table
+    return f'<p><b>{format_bytes(total)}</b> {escape(name)}</p><div class="vm-stack">{"".join(segments)}</div>{table}'
 
 
 def _segment(shade: str, name: str, nbytes: int, total: int) -> str:

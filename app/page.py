@@ -25,7 +25,7 @@ from vismoe.config import format_bytes
 from vismoe.engine.engine import Engine
 from vismoe.engine.generate import Reply
 from vismoe.engine.stats import Figures
-from vismoe.errors import BusyError, InputError
+from vismoe.errors import BusyError, ClosedError, InputError
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.documents import MOST_PAGES, is_document, opened_document
 from vismoe.models.inputs.images import MAX_PIXELS, open_image
@@ -33,6 +33,7 @@ from vismoe.models.inputs.message_files import user_message
 from vismoe.models.inputs.responses import Piece
 from vismoe.models.inputs.videos import SIGNATURE_BYTES, opened_video, video_format
 from vismoe.options import RequestOptions
+from vismoe.planning.plan import Plan
 from vismoe.types import Phase
 
 REFRESH_S = 0.1  # between two updates of the text; one per token would take time from the model
@@ -44,6 +45,7 @@ TILES = {  # name, and tooltip
     "stalled": "time spent waiting for experts",
     "better format": "share of the experts' computations in the more precise format of the pair",
 }
+NO_MODEL = '<p class="vm-note">No model is loaded.</p>'
 NO_FIGURES = '<p class="vm-note">Speed and memory traffic of an answer are shown here.</p>'
 LEAVE_S = 60.0  # a cancelled answer ends within a token, but a long prefill may come before the first token
 
@@ -236,13 +238,20 @@ class Baseline:
 class Page:
     """The page's logic without widgets: what its handlers do with the engine."""
 
-    engine: Engine
+    engine: Engine | None = None  # None: no model is loaded
     options: RequestOptions = RequestOptions(reuse=True)  # of questions that ask for nothing else
+    name: str = ""  # of the model, where another one is shown than the engine's
     running: dict[str, RunningAnswer] = field(default_factory=dict)  # by session
 
     def heat(self) -> str:
         """The current heat map, without demands."""
-        return Baseline(self.engine).heat()
+        engine = self.engine
+        return Baseline(engine).heat() if engine is not None else NO_MODEL
+
+    def head(self, plan: Plan | None = None) -> str:
+        """The page's first line; `plan`: that of the latest answer."""
+        engine = self.engine
+        return head(self.name or engine.name, plan or engine.plan) if engine is not None else head("no model is loaded")
 
     def answer(
         self, turn: PageTurn, history: History, session: str, options: RequestOptions | None = None, system: str = ""
@@ -265,12 +274,15 @@ class Page:
 
     def _answer(self, turn: PageTurn, history: History, running: RunningAnswer, options: RequestOptions, system: str) -> Updates:
         """All updates but the last one, which is returned; None if the visitor left the conversation."""
-        since = Baseline(self.engine)
-        seen = (self.engine.opened_video(one, options.image_tokens) if isinstance(one, dict) else one for one in turn.images)
+        engine = self.engine
+        if engine is None:
+            raise ClosedError("no model is loaded. Fix: load one below Model and settings, and ask again")
+        since = Baseline(engine)
+        seen = (engine.opened_video(one, options.image_tokens) if isinstance(one, dict) else one for one in turn.images)
         turn = dataclasses.replace(turn, images=tuple(seen), answer="", reasoning="")
         instructions = [{"role": "system", "content": system}] if system.strip() else []
         turns = [message for past in (*history, turn) for message in past.messages()]
-        reply = self.engine.chat(instructions + turns, options)
+        reply = engine.chat(instructions + turns, options)
         running.begin(reply)
         pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
         reply.deliver_to(pieces.put)
@@ -304,7 +316,7 @@ class Page:
     def _finished(self, reply: Reply, history: History, turn: PageTurn, since: Baseline) -> PageUpdate:
         figures: Figures = reply.figures
         after = (*history, turn.answered(reply)) if reply.text else history
-        plan = memory_plan(figures.plan), head(self.engine.name, figures.plan)
+        plan = memory_plan(figures.plan), self.head(figures.plan)
         done = Finished(seen_pictures(figures), time_line(figures), tiers(figures), *plan)
         live = tiles(figures.counters, figures.decode_tokens, figures.decode_seconds)
         return PageUpdate(after, live, since.heat(), done)

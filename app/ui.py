@@ -15,12 +15,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from vismoe.app.choosing import Catalog
 from vismoe.app.conversations import read_record, record
-from vismoe.app.memory_view import head
+from vismoe.app.loaded import Loader
 from vismoe.app.page import Finished, History, Page, PageTurn, PageUpdate, chosen, shown, tiles, turn_at
 from vismoe.app.pictures import NO_IMAGE
+from vismoe.app.ui_models import connect_models, model_tab
 from vismoe.app.uploads import Uploads
-from vismoe.app.widgets import NOT_YET, chat_tab, examples, formats_of, machine_tab, theme_switch
+from vismoe.app.widgets import FORMATS_OF, NOT_YET, chat_tab, examples, machine_tab, theme_switch
 from vismoe.errors import BusyError, ConfigError, VisMoEError
 
 if TYPE_CHECKING:
@@ -41,20 +43,38 @@ def require_gradio() -> None:
         )
 
 
-def build(page: Page, uploads: Uploads) -> "gr.Blocks":
+def build(page: Page, uploads: Uploads, catalog: Catalog) -> "gr.Blocks":
     """The widgets and their connections."""
     import gradio as gr
 
+    loader = Loader(page, catalog.given)
     with gr.Blocks(title="VisMoE", fill_width=True, analytics_enabled=False) as blocks:
         with gr.Row(elem_id="top"):
-            top = gr.HTML(head(page.engine.name, page.engine.plan), min_width=260)
+            top = gr.HTML(page.head(), min_width=260)
+            change = gr.Button(
+                "Change model or settings", size="sm", scale=0, min_width=200, elem_id="change", visible=page.engine is not None
+            )
             theme_switch()
-        with gr.Tabs():
-            with gr.Tab("Chat", id="chat"):
+        ready = page.engine is not None
+        with gr.Tabs(selected="chat" if ready else "models", overflow_behavior="wrap") as tabs:
+            with gr.Tab("Chat", id="chat", render_children=True, visible=ready) as chat_view:
                 chat = chat_tab(page)
-            with gr.Tab("The machine at work", id="machine", render_children=True):
+            with gr.Tab("The machine at work", id="machine", render_children=True, visible=ready) as machine_view:
                 machine = machine_tab(page)
+            with gr.Tab("Model and settings", id="models") as models_view:
+                view = model_tab(catalog)
         _connect(page, uploads, chat, {**machine, "head": top})
+        parts = {
+            "tabs": tabs,
+            "chat": chat_view,
+            "machine": machine_view,
+            "models": models_view,
+            "change": change,
+            "head": top,
+            "pairs": chat["offers"],
+        }
+        parts |= {name: machine[name] for name in ("heat", "plan", "backends")} | {"options": chat["options"]}
+        connect_models(loader, catalog, view, parts, told, blocks)
         _visits(page, uploads, blocks)
     return blocks
 
@@ -66,7 +86,8 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     box, chatbot, history = chat["box"], chat["chatbot"], chat["history"]
     drawn = [chat["tiles"], *(machine[name] for name in ("live", "heat", "pictures", "time_line", "tiers", "plan", "head"))]
     outputs = [box, chatbot, history, chat["again"], chat["notice"], *drawn, chat["number"], chat["shelf"]]
-    inputs = {history, chat["number"], *chat["options"].values()}  # a set, so that handlers get the values by widget
+    options_of = {name: widget for name, widget in chat["options"].items() if name != "fold"}
+    inputs = {history, chat["number"], *options_of.values()}  # a set, so that handlers get the values by widget
     still = [gr.skip()] * len(outputs)
 
     def run(turn: Callable[[], PageTurn], before: History, values: Values, request: gr.Request) -> Iterator[list[Any]]:
@@ -74,7 +95,7 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
         asked, past, session = None, values[history], str(request.session_hash)
         number = values[chat["number"]] or uuid.uuid4().hex
         try:
-            asked_for = {name: values[widget] for name, widget in chat["options"].items()}
+            asked_for = {name: values[widget] for name, widget in options_of.items()}
             options, system = chosen(page.options, asked_for), asked_for["system"] or ""
             asked = turn()
             uploads.use(session, asked.files)
@@ -165,7 +186,7 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     chat["shelf"].restore(restore, None, shelf_outputs, concurrency_limit=None, show_progress="hidden", api_name="restore")
 
     policy, *shown_with_it = (chat["options"][name] for name in ("policy", "formats", "retention"))
-    policy.input(None, [policy, shown_with_it[0]], shown_with_it, js=formats_of(chat["offers"]))
+    policy.input(None, [policy, shown_with_it[0], chat["offers"]], shown_with_it, js=FORMATS_OF)
 
 
 def _visits(page: Page, uploads: Uploads, blocks: "gr.Blocks") -> None:

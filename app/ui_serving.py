@@ -6,6 +6,7 @@ server, which listens in its own thread.
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -15,19 +16,18 @@ from typing import TYPE_CHECKING
 
 from starlette.middleware import Middleware
 
+from vismoe.app.choosing import Catalog
 from vismoe.app.known_hosts import KnownHosts
+from vismoe.app.loaded import LOADING
 from vismoe.app.page import Page
 from vismoe.app.ui import build
 from vismoe.app.uploads import MOST_FILE_BYTES, uploads_folder
 from vismoe.app.widgets import pictures_folder
 from vismoe.errors import ConfigError
 from vismoe.flags import signals_call
-from vismoe.options import RequestOptions
 
 if TYPE_CHECKING:
     import gradio as gr
-
-    from vismoe.engine.engine import Engine
 
 ADDRESS = "127.0.0.1"
 MOST_PORTS = 65535
@@ -55,10 +55,10 @@ def free_port(port: int) -> int:
 
 
 @contextlib.contextmanager
-def served(page: Page, port: int = 0) -> Iterator[str]:
+def served(page: Page, port: int = 0, catalog: Catalog | None = None) -> Iterator[str]:
     """Serves `page` within the block and gives its address; then stops its answers and deletes its files. Raises ConfigError."""
     with uploads_folder() as uploads:
-        blocks = build(page, uploads)
+        blocks = build(page, uploads, catalog or Catalog())
         try:
             address = _launch(blocks, free_port(port))
             uploads.keep_what_is_there()
@@ -96,13 +96,20 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
     return str(address)
 
 
-def serve(engine: "Engine", port: int, options: RequestOptions = RequestOptions(reuse=True)) -> int:
-    """Serves the page on this machine until Ctrl-C, SIGTERM or the end of the terminal; returns the exit code."""
+def serve(page: Page, port: int, catalog: Catalog | None = None) -> int:
+    """Serves the page on this machine until Ctrl-C, SIGTERM or the end of the terminal, and closes its engine; returns the exit
+    code."""
     ending = [getattr(signal, name) for name in ENDING if hasattr(signal, name)]
-    with signals_call(signal.default_int_handler, *ending), served(Page(engine, options), port) as address:
-        print(f"VisMoE is at {address.rstrip('/')} (this machine only); Ctrl-C stops it", flush=True)
-        try:
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            print("\nstopped", flush=True)
+    try:
+        with signals_call(signal.default_int_handler, *ending), served(page, port, catalog) as address:
+            print(f"VisMoE is at {address.rstrip('/')} (this machine only); Ctrl-C stops it", flush=True)
+            try:
+                threading.Event().wait()
+            except KeyboardInterrupt:
+                print("\nstopped", flush=True)
+    finally:
+        if any(thread.name == LOADING for thread in threading.enumerate()):
+            os._exit(0)  # a model is being read: nothing is to be put in order, and its thread cannot be stopped
+        if page.engine is not None:
+            page.engine.close()
     return 0

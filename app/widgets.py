@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vismoe.app.memory_view import backends_table, memory_plan
-from vismoe.app.page import Page, tiles
+from vismoe.app.page import NO_MODEL, Page, tiles
 from vismoe.app.pictures import NO_IMAGE
-from vismoe.config import SETTINGS, parse_formats
+from vismoe.config import SETTINGS, Settings, parse_formats
 from vismoe.engine.engine import Engine, demo_model
 from vismoe.options import HOTTEST, OPTIONS
 from vismoe.pair import Format
@@ -119,10 +119,8 @@ def chat_tab(page: Page) -> dict[str, Any]:
                 widgets["again"] = gr.Button("Answer again", size="sm", min_width=120, interactive=False, elem_id="again")
                 widgets["forget"] = gr.Button("New conversation", size="sm", min_width=120, elem_id="forget")
         with gr.Column(scale=1, min_width=280):
-            widgets["offers"] = offers(page.engine)
-            widgets["options"] = _settings(page, widgets["offers"])
+            widgets["offers"], widgets["options"] = _settings(page)
             widgets["tiles"] = gr.HTML(tiles())
-            gr.Markdown(f"**Memory** {page.engine.plan.memory}, fixed at start: `vismoe ui --memory ...` changes it.")
     return widgets
 
 
@@ -136,40 +134,54 @@ def theme_switch() -> None:
     )
 
 
-def _settings(page: Page, offered: dict[str, list[str]]) -> dict[str, Any]:
-    """Settings from the next question on, by the names of `RequestOptions`, and the system prompt. What cannot work is hidden."""
+def _settings(page: Page) -> tuple["gr.Textbox", dict[str, Any]]:
+    """(what the policies can choose from, for `FORMATS_OF`; settings from the next question on, by the names of `RequestOptions`,
+    and the system prompt)."""
     import gradio as gr
 
-    engine, settings, usual = page.engine, page.engine.settings, page.options
     words = {name: {"label": label, "info": info, "elem_id": name.replace("_", "-")} for name, (label, info) in WORDS.items()}
-    longest = usual.max_tokens or 0
-    drafts = [(DRAFTS[name], name) for name in engine.drafts]
+    pairs, fits = fitting(page)
+    kinds = {"keep": gr.Slider, "retention": gr.Slider}
     widgets: dict[str, Any] = {
-        "max_tokens": gr.Slider(0, max(longest, min(MOST_TOKENS, engine.plan.context)), longest, step=1, **words["max_tokens"]),
+        "max_tokens": gr.Slider(step=1, **fits["max_tokens"], **words["max_tokens"]),
         "temperature": gr.Slider(0, HOTTEST, 0, step=0.1, **words["temperature"]),
     }
     with gr.Accordion("More", open=False):
         widgets["system"] = gr.Textbox(lines=3, max_length=MOST_SYSTEM, **words["system"])
-        widgets["top_p"] = gr.Slider(0, 1, usual.top_p or 0, step=0.05, **words["top_p"])
-        widgets["seed"] = gr.Number(usual.seed or 0, precision=0, **words["seed"])
-    with gr.Accordion("Quality and speed", open=False, visible=engine.can_prune or len(offered) > 1 or len(drafts) > 1):
-        least_keep, retention = min(LEAST_KEEP, settings.keep), SETTINGS["retention"].range
-        first = "automatic" if settings.selection == "auto" else SELECTIONS[settings.selection]
-        selections = [(first, ""), *((SELECTIONS[name], name) for name in OPTIONS["selection"].choices)]
-        policies = [(POLICIES[name], name) for name in offered]
-        pairs = choices_of(list(dict.fromkeys([settings.formats, *(pair for pairs in offered.values() for pair in pairs)])))
-        widgets |= {
-            "keep": gr.Slider(least_keep, 1.0, settings.keep, step=0.05, visible=engine.can_prune, **words["keep"]),
-            "selection": gr.Dropdown(selections, value="", visible=engine.can_prune, **words["selection"]),
-            "policy": gr.Dropdown(policies, value=settings.policy, visible=len(offered) > 1, **words["policy"]),
-            "formats": gr.Dropdown(pairs, value=settings.formats, visible=bool(offered[settings.policy]), **words["formats"]),
-            "retention": gr.Slider(
-                retention.low, retention.high, settings.retention, step=0.05, visible="importance" in settings.policy,
-                **words["retention"],
-            ),
-            "draft": gr.Dropdown(drafts, value=settings.draft, visible=len(drafts) > 1, **words["draft"]),
-        }  # fmt: skip
-    return widgets
+        widgets["top_p"] = gr.Slider(0, 1, page.options.top_p or 0, step=0.05, **words["top_p"])
+        widgets["seed"] = gr.Number(page.options.seed or 0, precision=0, **words["seed"])
+    with gr.Accordion("Quality and speed", open=False, **fits["fold"]) as widgets["fold"]:
+        for name in ("keep", "selection", "policy", "formats", "retention", "draft"):
+            further = {"step": 0.05} if name in kinds else {}
+            widgets[name] = kinds.get(name, gr.Dropdown)(**further, **fits[name], **words[name])
+    return gr.Textbox(pairs, visible="hidden", label="Formats of the policies"), widgets
+
+
+def fitting(page: Page) -> tuple[str, dict[str, dict[str, Any]]]:
+    """(the formats of each policy as JSON, what the widgets of settings show for the loaded model, by name). What cannot work is
+    hidden."""
+    engine, usual = page.engine, page.options
+    settings, longest = engine.settings if engine is not None else Settings(), usual.max_tokens or 0
+    can_prune, drafted = (engine.can_prune, engine.drafts) if engine is not None else (False, (settings.draft,))
+    offered, context = (offers(engine), engine.plan.context) if engine is not None else ({"exact": []}, settings.context)
+    drafts = [(DRAFTS[name], name) for name in drafted]
+    retention = SETTINGS["retention"].range
+    first = "automatic" if settings.selection == "auto" else SELECTIONS[settings.selection]
+    selections = [(first, ""), *((SELECTIONS[name], name) for name in OPTIONS["selection"].choices)]
+    pairs = choices_of(list(dict.fromkeys([settings.formats, *(pair for pairs in offered.values() for pair in pairs)])))
+    policy, pruned = settings.policy, {"visible": can_prune}
+    return json.dumps({name: choices_of(pairs) for name, pairs in offered.items()}), {
+        "max_tokens": {"minimum": 0, "maximum": max(longest, min(MOST_TOKENS, context)), "value": longest},
+        "fold": {"visible": can_prune or len(offered) > 1 or len(drafts) > 1},
+        "keep": {"minimum": min(LEAST_KEEP, settings.keep), "maximum": 1.0, "value": settings.keep, **pruned},
+        "selection": {"choices": selections, "value": "", **pruned},
+        "policy": {"choices": [(POLICIES[one], one) for one in offered], "value": policy, "visible": len(offered) > 1},
+        "formats": {"choices": pairs, "value": settings.formats, "visible": bool(offered[policy])},
+        "retention": {
+            "minimum": retention.low, "maximum": retention.high, "value": settings.retention, "visible": "importance" in policy
+        },
+        "draft": {"choices": drafts, "value": settings.draft, "visible": len(drafts) > 1},
+    }  # fmt: skip
 
 
 def choices_of(pairs: list[str]) -> list[tuple[str, str]]:
@@ -186,22 +198,18 @@ def offers(engine: Engine) -> dict[str, list[str]]:
     return {"exact": [], **{policy: pairs for policy, pairs in served.items() if pairs}}
 
 
-def formats_of(offered: dict[str, list[str]]) -> str:
-    """A function for the browser: the policy and the formats chosen so far -> the choices of formats under this policy, and which
-    of formats and retention are shown.
-
-    It runs in the browser because gradio refuses a value that the server's list of choices no longer has: had the server changed
-    its list, each request sent before its answer arrived would fail.
-    """
-    pairs = {policy: choices_of(pairs) for policy, pairs in offered.items()}
-    return (
-        "(policy, chosen) => {"
-        f"const pairs = {json.dumps(pairs)}[policy], known = pairs.some(([_, pair]) => pair === chosen);"
-        "const formats = pairs.length ? {choices: pairs, value: known ? chosen : pairs[0][1]} : {};"
-        "return [{__type__: 'update', ...formats, visible: pairs.length > 0},"
-        " {__type__: 'update', visible: policy.includes('importance')}];"
-        "}"
-    )
+# A function for the browser: the policy, the formats chosen so far and the first of what `fitting` returns -> the choices of
+# formats under this policy, and which of formats and retention are shown. It runs in the browser because gradio refuses a value
+# that the server's list of choices no longer has: had the server changed its list, each request sent before its answer arrived
+# would fail.
+FORMATS_OF = (
+    "(policy, chosen, offered) => {"
+    "const pairs = JSON.parse(offered)[policy], known = pairs.some(([_, pair]) => pair === chosen);"
+    "const formats = pairs.length ? {choices: pairs, value: known ? chosen : pairs[0][1]} : {};"
+    "return [{__type__: 'update', ...formats, visible: pairs.length > 0},"
+    " {__type__: 'update', visible: policy.includes('importance')}];"
+    "}"
+)
 
 
 def machine_tab(page: Page) -> dict[str, Any]:
@@ -219,11 +227,18 @@ def machine_tab(page: Page) -> dict[str, Any]:
             widgets["tiers"] = _panel("Where the experts came from", what, NOT_YET)
     what = "Each row is a layer, each cell one of its experts. Colours show hits and misses since the question."
     widgets["heat"] = _panel("Experts, layer by layer", what, page.heat())
+    plan, backends = at_start(page)
     with gr.Accordion("Memory plan", open=False):
-        widgets["plan"] = gr.HTML(memory_plan(page.engine.plan))
+        widgets["plan"] = gr.HTML(plan)
     with gr.Accordion("Choices at start, with reasons", open=False):
-        gr.HTML(backends_table(page.engine.backends))
+        widgets["backends"] = gr.HTML(backends)
     return widgets
+
+
+def at_start(page: Page) -> tuple[str, str]:
+    """HTML of the loaded model's plan, and of the choices that were made when it was loaded."""
+    engine = page.engine
+    return (memory_plan(engine.plan), backends_table(engine.backends)) if engine is not None else (NO_MODEL, NO_MODEL)
 
 
 def _panel(title: str, what: str, value: str) -> "gr.HTML":

@@ -28,7 +28,7 @@ LONGEST = (
     "bench_checkpoint", "request_memory", "lmms", "transitions", "deepseek_vl2", "answer_length", "serving_engine", "suite",
     "formats_quality", "ui_serving", "bench_cli", "kernels", "serve_hostile", "serve_demo", "calibrate", "published_models",
     "shared_passes", "engine", "image_cache", "qwen_images", "gguf_models", "pack_kills", "cli", "packaging", "bench_process",
-    "replay", "store",
+    "replay", "store", "browser_models",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from vismoe.errors import BudgetError
 from vismoe.metrics import Metrics
 from vismoe.models.inputs.responses import Reasoning
 from vismoe.options import RequestOptions
+from vismoe.planning.needs import Hardware
 from vismoe.planning.parts import PlanPart
 from vismoe.planning.plan import Plan
 from vismoe.types import Phase
@@ -134,6 +135,7 @@ class FakeEngine:
     closed: bool = False
     backends: dict = field(default_factory=lambda: {"kernels": "torch (the only one)"})
     name: str = "a scripted engine"
+    hardware: Hardware | None = None  # that plans count on
     can_prune: bool = True
     drafts: tuple = ("none",)
     settings: Settings = field(default_factory=Settings)
@@ -208,6 +210,9 @@ class FakeEngine:
     def record(self, path):
         self.recorded.append(path)
         yield
+
+    def alone(self, task):
+        return task()
 
     def close(self):
         self.closed = True

@@ -29,7 +29,6 @@ from served import Served, served
 
 import vismoe
 from vismoe import load
-from vismoe.app.page import Page
 from vismoe.app.serving import welcome
 from vismoe.cli import main as cli
 from vismoe.cli.study import STUDIES
@@ -272,9 +271,11 @@ def ui(example: Example, capsys, monkeypatch) -> None:
 
     titles = []
 
-    def once(engine, port, options) -> int:
-        with ui_serving.served(Page(engine, options), port) as address:
+    def once(page, port, catalog) -> int:
+        with ui_serving.served(page, port, catalog) as address:
             titles.append(httpx.get(address, trust_env=False).text)
+        if page.engine is not None:
+            page.engine.close()
         return 0
 
     monkeypatch.setattr(ui_serving, "serve", once)

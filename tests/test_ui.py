@@ -432,7 +432,7 @@ def settings_of(engine):
     import gradio as gr
 
     with gr.Blocks():
-        return widgets._settings(Page(engine), widgets.offers(engine))
+        return widgets._settings(Page(engine))[1]
 
 
 @needs_gradio

@@ -225,7 +225,7 @@ def test_sigterm_ends_the_server_as_ctrl_c_does(temporary, picture, monkeypatch,
             os.kill(os.getpid(), signal.SIGTERM)
 
     @contextlib.contextmanager
-    def visited(page: Page, port: int) -> Iterator[str]:
+    def visited(page: Page, port: int, catalog: None) -> Iterator[str]:
         with served(page, port) as address:
             visitor = threading.Thread(target=visit, args=(address,))
             visitor.start()
@@ -234,7 +234,7 @@ def test_sigterm_ends_the_server_as_ctrl_c_does(temporary, picture, monkeypatch,
 
     monkeypatch.setattr(ui_serving, "served", visited)
     before = signal.getsignal(signal.SIGTERM)
-    assert serve(FakeEngine(), 0) == 0 and "stopped" in capsys.readouterr().out
+    assert serve(Page(FakeEngine()), 0) == 0 and "stopped" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == before
     assert len(found[0]) == 1 and list(temporary.glob("vismoe-ui-*")) == []
 
@@ -256,7 +256,7 @@ def test_what_a_killed_server_left_goes_when_the_next_one_starts_and_what_is_in_
 def test_a_port_that_cannot_be_is_said_in_one_sentence_of_ours():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        for use in (free_port, lambda port: serve(FakeEngine(), port)):
+        for use in (free_port, lambda port: serve(Page(FakeEngine()), port)):
             with pytest.raises(ConfigError, match=rf"^127.0.0.1, port {port}, cannot be used \(.*\)\. Fix: .*--port 0") as said:
                 use(port)
             assert "GRADIO" not in str(said.value) and "launch" not in str(said.value)

@@ -93,14 +93,14 @@ def add_model_flags(parser: ArgumentParser) -> None:
     group.add_argument("--dtype", choices=DTYPES, help="what to compute in (default: the checkpoint's own)")
 
 
-def model_options(arguments: Namespace) -> dict[str, str]:
+def model_options(arguments: Namespace) -> dict[str, Any]:
     """How to load the model, as far as it was given."""
     return {name: getattr(arguments, name) for name in ("device", "dtype", "revision") if getattr(arguments, name)}
 
 
-def add_one_model(parser: ArgumentParser) -> None:
+def add_one_model(parser: ArgumentParser, meaning: str = "hub name or folder (default: the bundled demo model)") -> None:
     """The model as a positional argument; `one_model` reads it."""
-    parser.add_argument("words", nargs="*", metavar="[MODEL]", help="hub name or folder (default: the bundled demo model)")
+    parser.add_argument("words", nargs="*", metavar="[MODEL]", help=meaning)
 
 
 def one_model(arguments: Namespace) -> str | None:

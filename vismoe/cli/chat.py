@@ -49,7 +49,7 @@ def chat_arguments(parser: ArgumentParser) -> None:
 
 def ui_arguments(parser: ArgumentParser) -> None:
     """The flags of `vismoe ui`."""
-    flags.add_one_model(parser)
+    flags.add_one_model(parser, "hub name or folder (default: choose on the page)")
     parser.add_argument("--port", type=int, default=7860, help="on 127.0.0.1 (default: 7860)")
     flags.add_request_options(parser, "max_tokens", "image_tokens")
     flags.add_model_flags(parser)
@@ -57,18 +57,24 @@ def ui_arguments(parser: ArgumentParser) -> None:
 
 
 def run_ui(arguments: Namespace) -> int:
-    """Serves the chat page until Ctrl-C."""
+    """Serves the chat page until Ctrl-C; without a model, it is chosen on the page."""
     with flags.quick_imports():
         from vismoe.app.ui import require_gradio
 
         require_gradio()  # checked before minutes of loading
         import gradio  # noqa: F401  # which `serve` needs
 
+        from vismoe.app.choosing import Catalog
+        from vismoe.app.page import Page
         from vismoe.app.ui_serving import free_port, serve
 
-    port = free_port(arguments.port)
-    with flags.load_engine(arguments, flags.one_model(arguments), SERVING_DEFAULTS) as engine:
-        return serve(engine, port, RequestOptions(reuse=True, **flags.given_options(arguments)))
+    port, model = free_port(arguments.port), flags.one_model(arguments)
+    settings, options = {**SERVING_DEFAULTS, **flags.given_settings(arguments)}, flags.model_options(arguments)
+    catalog = Catalog.of(model, settings, options)
+    page = Page(options=RequestOptions(reuse=True, **flags.given_options(arguments)))
+    if catalog.given is not None:
+        page.engine = flags.load_engine(arguments, model, SERVING_DEFAULTS)
+    return serve(page, port, catalog)
 
 
 def run_chat(arguments: Namespace) -> int:
@@ -150,7 +156,7 @@ UI = flags.Command(
     ui_arguments,
     run_ui,
     """\
-  vismoe ui                                                      http://127.0.0.1:7860
+  vismoe ui                                                      http://127.0.0.1:7860, where a model is chosen
   vismoe ui Qwen/Qwen3-VL-30B-A3B-Instruct --memory 20GiB --port 8000
 Needs gradio: pip install "vismoe[serve]", in a checkout: .venv/bin/pip install -e ".[serve]".""",
 )

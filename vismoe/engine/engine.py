@@ -49,6 +49,7 @@ from vismoe.models.visual.image_cache import ImageCache
 from vismoe.models.visual.settings import pruning_of
 from vismoe.options import OF_CHAT, OPTIONS, RequestOptions, by_name
 from vismoe.paging.pager import Pager
+from vismoe.planning.needs import Hardware
 from vismoe.planning.plan import Plan
 from vismoe.trace.files import TraceWriter
 from vismoe.vision.selection import Pruning
@@ -161,6 +162,11 @@ class Engine:
     @property
     def plan(self) -> Plan:
         return self._runtime.plan
+
+    @property
+    def hardware(self) -> Hardware:
+        """What the machine had free before the model was loaded."""
+        return self._runtime.configuration.hardware
 
     @property
     def processor(self) -> Any:
@@ -412,6 +418,12 @@ class Engine:
                 self._runtime.pager.end_request()
 
         result: Result = self._changes.behind(self.settings, lambda: self._scheduler.run_alone(alone)).result()
+        return result
+
+    def alone(self, task: Callable[[], Result]) -> Result:
+        """What `task` returns, run on the model's thread between requests: for what would disturb them, such as planning another
+        model, which changes torch's default type meanwhile. Conversations keep what is cached of them. Raises ClosedError."""
+        result: Result = self._scheduler.run_alone(task).result()
         return result
 
     def _between(self, scheduler: Scheduler) -> None:

@@ -39,7 +39,7 @@ from vismoe.models.load.locate import locate, locate_experts
 from vismoe.models.load.opening import Experts, arrange_experts, needs_of, open_experts, settle, with_experts
 from vismoe.models.load.reading import settle_reading
 from vismoe.models.moe.adapters import adapt
-from vismoe.planning.needs import Footprint, decode_read_bytes
+from vismoe.planning.needs import Footprint, Hardware, decode_read_bytes
 from vismoe.planning.plan import Plan
 from vismoe.ranges import shown
 from vismoe.store.checkpoint import CheckpointStore
@@ -58,8 +58,10 @@ def preview(
     device: str | None = None,
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
+    hardware: Hardware | None = None,
 ) -> Plan:
-    """The plan that loading `model` (None: the bundled demo model) with these settings would follow.
+    """The plan that loading `model` (None: the bundled demo model) with these settings would follow, on `hardware` in place of
+    what this machine has free now.
 
     Raises BudgetError, UnsupportedModelError or CheckpointError, as loading would.
     """
@@ -67,11 +69,10 @@ def preview(
     model = model if model is not None else demo_model()
     with reading_checkpoint(model):
         described, files = describe(model, revision=revision, dtype=dtype, gguf=settings.gguf)
-        return _preview(described, files, settings, device)
+        return _preview(described, files, settings, hardware or probe(device))
 
 
-def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, device: str | None) -> Plan:
-    hardware = probe(device)
+def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, hardware: Hardware) -> Plan:
     place = torch.device(hardware.device)
     calibration = Calibration.find(files[0].parent, settings) if files else None
     backbone = None

@@ -97,6 +97,11 @@ def test_a_refusal_is_shown_and_mended(visit):  # noqa: F811
     me.page.get_by_role("button", name="Use memory").click()
     me.page.locator("#load-plan", has_text=re.compile("experts fit in memory|Fits whole")).wait_for()
     assert me.page.locator("#load").is_enabled() and not me.page.locator("#mend").is_visible()
+    me.page.locator("#size textarea, #size input").fill("30%")  # Enter was not pressed: its plan was never shown
+    me.page.locator("#load").click()
+    me.page.get_by_text("The settings have changed: look at the plan").wait_for()
+    me.page.locator("#load-plan", has_text="% of its experts fit in memory").wait_for()
+    assert "no model is loaded" in me.page.inner_text("#top")
     model(me, "Another model").click()
     me.page.locator("#other textarea, #other input").fill("/no/such/model")
     me.page.keyboard.press("Enter")

@@ -5,18 +5,19 @@ import json
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import PLAN, FakeEngine
 from hub_cache import copy_of_demo, put
 from tiny_models import FAMILIES, save, tiny_of
 
-from vismoe.app import choosing
+from vismoe.app import choosing, ui_models
 from vismoe.app import loaded as loaded_module
 from vismoe.app.choosing import DEMO, Catalog, ModelChoice, Proposal, counts_experts, fix_of, machine_words, offered_formats
 from vismoe.app.loaded import Loader
 from vismoe.app.page import Page, PageTurn
-from vismoe.app.ui_models import asked_choice
+from vismoe.app.ui_models import asked_choice, precision_of
 from vismoe.app.widgets import PAIRS
 from vismoe.cli import main as cli
 from vismoe.engine.engine import demo_model, load
@@ -128,6 +129,14 @@ def test_the_controls_become_settings_and_replace_those_of_before():
         asked_choice(catalog, {**asked, "other": " "})
 
 
+def test_the_controls_of_precision_begin_with_what_was_asked_for():
+    policy, formats = precision_of({"policy": "importance", "formats": "8/4"})
+    assert policy["value"] == "importance" and formats["value"] == "8/4"
+    assert formats["choices"] == [("8 bit, the rest 4 bit", "8/4")]
+    policy, formats = precision_of({"format": "int4"})
+    assert policy["value"] == "exact" and formats["choices"] == [("4 bit, all of them", "int4")]
+
+
 def test_formats_are_offered_that_are_packed():
     assert offered_formats((), PAIRS) == {"exact": ["auto"]}
     offered = offered_formats((Format.INT4, Format.INT2), PAIRS)
@@ -143,6 +152,18 @@ def test_packed_experts_are_found_beside_the_model_or_in_the_given_store(tmp_pat
     assert ModelChoice("demo", demo).files()
     with pytest.raises(CheckpointError, match="neither a folder here"):
         ModelChoice("no", "/no/such").packed()
+
+
+def test_a_download_is_announced_with_its_size_and_a_silent_hub_is_said(monkeypatch):
+    files = [SimpleNamespace(rfilename=name, size=2**30) for name in ("a.safetensors", "b.safetensors", "README.md")]
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda self, name, **asked: SimpleNamespace(siblings=files))
+    assert ui_models._download(ONE) == "Download 2.00 GiB and load"
+
+    def unreachable(self, name, **asked):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    assert ui_models._download(ONE) == "Download (the hub does not say how much) and load"
 
 
 def test_a_fix_is_taken_over_where_the_page_has_these_settings():

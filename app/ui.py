@@ -11,6 +11,7 @@ import html
 import importlib.util
 import json
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vismoe")
 
 Values = dict[Any, Any]  # values of widgets, by widget
+KEEP_S = 2.0  # between two records of an answer that is being written, for a page that is reloaded
 CONVERSATIONS = 16  # answered at the same time; gradio has 40 threads, and Stop needs one
 
 
@@ -93,10 +95,10 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     def run(turn: Callable[[], PageTurn], before: History, values: Values, request: gr.Request) -> Iterator[list[Any]]:
         """Answers `turn()` after the turns `before`; an error is shown below the conversation, which is then unchanged."""
         asked, past, session = None, values[history], str(request.session_hash)
-        number = values[chat["number"]] or uuid.uuid4().hex
+        number, system = values[chat["number"]] or uuid.uuid4().hex, values[options_of["system"]] or ""
+        began_s = kept_s = time.monotonic()
         try:
-            asked_for = {name: values[widget] for name, widget in options_of.items()}
-            options, system = chosen(page.options, asked_for), asked_for["system"] or ""
+            options = chosen(page.options, {name: values[widget] for name, widget in options_of.items()})
             asked = turn()
             uploads.use(session, asked.files)
             box_now, again_now, notice_now = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True), gr.skip(), ""
@@ -105,7 +107,11 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
                     past = update.history
                     box_now = _ready(asked if len(past) == len(before) else None)  # restored if stopped before the first word
                     again_now = _again(past)
-                kept = record(number, system, past) if update.finished and past else gr.skip()
+                now_s, begun = time.monotonic(), len(update.history) > len(before) and update.history[-1].answer
+                if (update.finished and past) or (begun and now_s - kept_s >= KEEP_S):
+                    kept, kept_s = record(number, system, update.history), now_s
+                else:
+                    kept = gr.skip()
                 yield [box_now, shown(update.history), past, again_now, notice_now, *_drawn(update), number, kept]
                 box_now = notice_now = gr.skip()
         except BusyError as error:
@@ -113,7 +119,8 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
             yield still
         except Exception as error:  # the boundary of every question
             restored = _ready(asked) if asked is not None else gr.skip()
-            yield [restored, shown(past), past, _again(past), told(error), *still[5:]]
+            kept = record(number, system, past) if past and kept_s > began_s else gr.skip()  # without the answer's beginning
+            yield [restored, shown(past), past, _again(past), told(error), *still[5:-1], kept]
 
     def ask(values: Values, request: gr.Request) -> Iterator[list[Any]]:
         text, files = values[box].get("text") or "", list(values[box].get("files") or [])

@@ -52,13 +52,15 @@ window.vismoe.conversations = (element, props, restore, watch) => {
     titles.put({id, title, version, changed: Date.now()});
     await result(records.put({id, system: record.system, turns}));
     known.set(id, version);
-    show(id);
+    if (id === current && list.querySelector("button")?.dataset.id === id) others.postMessage("changed");  // the list stays, with its focus
+    else show(id);
   }
 
   async function draw() {
     const [titles] = await stores("readonly"), all = await result(titles.getAll());
     list.replaceChildren(...all.sort((one, other) => other.changed - one.changed).map(({id, title}) => {
       const button = Object.assign(document.createElement("button"), {textContent: title, title, onclick: () => open(id)});
+      button.dataset.id = id;
       if (id === current) button.setAttribute("aria-current", "true");
       const item = document.createElement("li");
       item.append(button);

@@ -463,6 +463,24 @@ def test_two_windows_do_not_overwrite_each_other(visit):
     me.page.get_by_test_id("user").filter(has_text="Is there a cat?").wait_for()
 
 
+def test_what_was_written_of_an_answer_is_there_after_a_reload(visit, monkeypatch):
+    from vismoe.app.page import Page
+    from vismoe.app.ui_serving import served
+
+    monkeypatch.setattr("vismoe.app.ui.KEEP_S", 0.0)
+    goes_on = threading.Event()
+    with served(Page(FakeEngine(script=[["Half of ", lambda reply: goes_on.wait(), "an answer."], ["Whole."]]))) as at:
+        me = visit(at=at)
+        me.ask("What is it?")
+        me.page.locator("#shelf [aria-current]", has_text="What is it?").wait_for()
+        me.reload()
+        assert me.tell(contains="Half") == "Half of"
+        goes_on.set()
+        me.ask("Go on")
+        assert me.tell(number=2) == "Whole."
+        me.page.goto("about:blank")  # its server ends before its visitor
+
+
 def test_a_broken_record_is_an_error_and_not_a_broken_page(visit):
     me = visit()
     me.page.get_by_role("button", name="What does the sign say?").click()

@@ -29,6 +29,7 @@ from vismoe.planning.plan import Plan
 from vismoe.planning.sizes import size_up
 from vismoe.pools.kernel_cache import AMX_BYTES_PER_ENTRY, ENTRIES
 
+ENDLESS = Hardware("cpu", 2**60, 2**60, free_host_bytes=0)
 CONTEXT = 8192
 
 
@@ -187,7 +188,6 @@ def any_cpu() -> Iterator[None]:
 
     Only the longest prompt is run, except with running states, which are measured at short prompts and reckoned from there.
     """
-    hardware = Hardware("cpu", 2**60, 2**60, free_host_bytes=0)
     measure, runs = footprint._Forward, {}
 
     def forward(model: Any, tokens: int, most_rows: int | None) -> Any:
@@ -199,7 +199,6 @@ def any_cpu() -> Iterator[None]:
         return runs[tokens]
 
     with (
-        patch.object(preview, "probe", lambda device: hardware),
         patch.object(reading, "load_profile", lambda: None),
         patch.object(footprint, "find_spec", lambda name: name),
         patch.object(footprint, "kernel_cache_entries", lambda kernels: 2 * ENTRIES),
@@ -235,7 +234,7 @@ class Described:
         """Raises BudgetError if the plan does not accept this memory."""
         settings = Settings(memory=memory, context=CONTEXT, kernels="torch", pinned_layers=0)
         with any_cpu():
-            return preview._preview(self.model, [], settings, "cpu")
+            return preview._preview(self.model, [], settings, ENDLESS)
 
     def cells(self, memory: str) -> list[str]:
         """What the page says about the model."""

@@ -41,7 +41,6 @@ def model_tab(catalog: Catalog) -> dict[str, Any]:
             other = gr.Textbox(
                 label="Another model",
                 info="A folder, a .gguf file or a name on the hub, e.g. Qwen/Qwen3-VL-30B-A3B-Instruct. Enter shows its plan.",
-                visible=False,
                 elem_id="other",
             )
         with gr.Column(scale=3, min_width=320):
@@ -53,7 +52,6 @@ def model_tab(catalog: Catalog) -> dict[str, Any]:
                     "" if memory == AUTO else str(memory),
                     label="Size",
                     info="Such as 8GiB, or a share of the experts such as 25%. Enter shows the plan.",
-                    visible=memory != AUTO,
                     elem_id="size",
                 )
             with gr.Accordion("More", open=False):
@@ -120,13 +118,13 @@ def connect_models(
     page, seen_at_first = loader.page, gr.State((loader.state.number, catalog.number))  # the page is built as it is now
     view, fits_of = {**view, "seen": seen_at_first}, functools.lru_cache(1)(lambda number: fitting(page))
     controls = {name: view[name] for name in CONTROLS}
-    shown = [view[name] for name in ("asked", "other", "size", "policy", "formats", "load", "mend", "fix", "planned", "plan")]
+    shown = [view[name] for name in ("asked", "policy", "formats", "load", "mend", "fix", "planned", "plan")]
 
     def replan(values: dict[Any, Any]) -> Iterator[list[Any]]:
         """The plan of what the controls ask for, or why there is none."""
         asked = {name: values[widget] for name, widget in controls.items()}
         named, sized = asked["model"] == OTHER, asked["kind"] == SIZE
-        parts = [asked, gr.Textbox(visible=named), gr.Textbox(visible=sized), gr.skip(), gr.skip()]
+        parts = [asked, gr.skip(), gr.skip()]
         nothing = [gr.Button("Load", interactive=False), gr.Button(visible=False), None, None]
         if asked["model"] is None or (named and not (asked["other"] or "").strip()):
             yield [*parts, *nothing, CHOOSE]
@@ -144,7 +142,7 @@ def connect_models(
             policy = asked["policy"] if asked["policy"] in offered else "exact"
             formats = asked["formats"] if asked["formats"] in offered[policy] else offered[policy][0]
             known = [(WHOLE[one], one) for one in offered["exact"]] if policy == "exact" else choices_of(offered[policy])
-            parts[3:] = [
+            parts[1:] = [
                 gr.Dropdown([(POLICIES[name], name) for name in offered], value=policy, interactive=len(offered) > 1),
                 gr.Dropdown(known, value=formats, interactive=len(known) > 1),
             ]
@@ -171,7 +169,7 @@ def connect_models(
 
     def mend(values: dict[Any, Any]) -> list[Any]:
         fix = values[view["fix"]] or {}
-        sized = [gr.Radio(value=SIZE), gr.Textbox(fix["memory"], visible=True)] if "memory" in fix else [gr.skip(), gr.skip()]
+        sized = [gr.Radio(value=SIZE), fix["memory"]] if "memory" in fix else [gr.skip(), gr.skip()]
         return [*sized, int(fix["context"]) if "context" in fix else gr.skip(), fix.get("formats", gr.skip())]
 
     def load(values: dict[Any, Any]) -> Any:
@@ -222,7 +220,13 @@ def connect_models(
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_name": False}
     plans = [view["model"].input, view["kind"].input, view["policy"].input, view["formats"].input]
     plans += [view[name].submit for name in ("other", "size", "context")]
-    planning = {"outputs": shown, "trigger_mode": "always_last", "inputs": {view["asked"], *controls.values()}, **quiet}
+    planning = {
+        "outputs": shown,
+        "trigger_mode": "always_last",
+        "concurrency_id": "plan",
+        "inputs": {view["asked"], *controls.values()},
+        **quiet,
+    }
     gr.on(plans, replan, **planning)
     gr.on([view[name].blur for name in ("other", "size", "context")], revisit, **planning)
     mending = view["mend"].click(mend, {view["fix"]}, [view[name] for name in ("kind", "size", "context", "formats")], **quiet)
@@ -243,9 +247,9 @@ def _controls(catalog: Catalog, choice: ModelChoice) -> list[Any]:
     memory, listed = choice.settings.get("memory", AUTO), choice.name in catalog.found
     return [
         gr.Radio(_entries(catalog), value=choice.name if listed else OTHER),
-        gr.Textbox("" if listed else choice.model, visible=not listed),
+        "" if listed else choice.model,
         gr.Radio(value=AUTO if memory == AUTO else SIZE),
-        gr.Textbox("" if memory == AUTO else str(memory), visible=memory != AUTO),
+        "" if memory == AUTO else str(memory),
         *(gr.update(**control) for control in precision_of(choice.settings)),
         choice.settings.get("context", Settings.context),
     ]

@@ -61,6 +61,7 @@ def test_models_are_listed_planned_loaded_asked_and_changed(visit):  # noqa: F81
     me, you = visit(), visit()
     assert re.search(r"memory free, .*disk not measured", me.page.locator("#here").inner_text())
     assert not me.page.locator("#load").is_enabled() and me.page.get_by_role("tab").all_inner_texts() == ["Model and settings"]
+    assert not me.page.locator("#size").is_visible() and not me.page.locator("#other").is_visible()
     model(me, COPY).filter(has_text="Fits whole").wait_for()
     entries = me.page.locator("#models label").all_inner_texts()
     assert [entry.split("\n")[0].strip() for entry in entries] == [DEMO, COPY, "Another model"]

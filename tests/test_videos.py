@@ -571,13 +571,13 @@ for sizes in sys.argv[1:]:
 def test_building_a_prompt_takes_no_more_memory_than_the_server_reserves():
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak of a process cannot be reset here")
-    sizes = ((48, 320, 256), (1, 1024, 768))
+    sizes = ((1, 1024, 768), (48, 320, 256))
     command = [sys.executable, "-c", BUILDING, *(" ".join(map(str, size)) for size in sizes)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(HERE)})
     for (moments, width, height), taken in zip(sizes, map(int, ran.stdout.split()), strict=True):
         plan = VideoPlan(tuple(range(2 * moments)), 2.0, width, height)
         cost = video_cost(VideoHeader(width, height, 2 * moments, 2.0), plan, 1)
-        assert 0.2 * cost.building < taken <= cost.building, (moments, taken)
+        assert 0.1 * cost.building < taken <= cost.building, (moments, taken)
 
 
 # -- the page

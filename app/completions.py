@@ -245,7 +245,7 @@ class Completions:
         """(the options of the engine's message part, what is opened for it) of an image, a video or a document."""
         prompts, source, most = self._engine.prompts, part.source, self._options.max_images
         if part.is_video:
-            videos, options = prompts.videos(image_tokens, self._engine.plan.context), {**part.video_options, **size}
+            videos, options = prompts.videos(image_tokens, self._engine.plan.context), {**part.video_options(), **size}
             if not isinstance(source, list):
                 return {"type": "video", **options}, [AskedVideo(str(source), videos, options)]
             look = videos.look(len(source), options)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from vismoe.app.choosing import ModelChoice
@@ -72,9 +73,9 @@ class Loader:
     def progress(self) -> str:
         """What loading has come to, in words."""
         bar, seconds = self._bar, time.monotonic() - self._began_s
-        total, done = getattr(bar, "total", None), getattr(bar, "n", 0)
-        words = f"{getattr(bar, 'desc', '').rstrip(': ').lower()}, {done} of {total} tensors" if total else "reading its files"
-        return f"{words} ({seconds:.0f} s)"
+        if not isinstance(bar, tqdm) or bar.disable or not bar.total:  # with progress bars off, transformers makes another class
+            return f"reading its files ({seconds:.0f} s)"
+        return f"{bar.desc.rstrip(': ').lower()}, {bar.n} of {bar.total} tensors ({seconds:.0f} s)"
 
     def unload(self) -> None:
         """Ends the answers under way, closes the engine, and gives its memory back."""

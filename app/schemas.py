@@ -136,7 +136,6 @@ class ContentPart(ImageSize):
     def is_video(self) -> bool:
         return self.type.startswith("video")
 
-    @property
     def video_options(self) -> dict[str, Any]:
         """The options of a video, checked. Raises InputError."""
         return asked_video(self._of_video, isinstance(self.source, list))
@@ -158,7 +157,7 @@ class ContentPart(ImageSize):
             raise PydanticCustomError("part", "a part of type {kind} has the field {kind} and no other", {"kind": self.type})
         if self.is_video:
             try:
-                self.video_options  # noqa: B018  # checked
+                self.video_options()
             except InputError as error:
                 raise PydanticCustomError("video", "{reason}", {"reason": str(error)}) from error
         return self

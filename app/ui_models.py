@@ -233,9 +233,8 @@ def connect_models(
     mending.then(replan, **planning)
     view["load"].click(load, {view["planned"], *controls.values()}, None, **quiet)
     view["earlier"].click(again, None, None, **quiet)
-    changing = pages["change"].click(lambda: gr.Tabs(selected="models"), None, pages["tabs"], queue=False, **quiet)
-    for opened in (changing.then(look, None, None, **quiet), pages["models"].select(look, None, None, **quiet)):
-        opened.then(revisit, **planning)
+    pages["change"].click(lambda: gr.Tabs(selected="models"), None, pages["tabs"], queue=False, **quiet)
+    pages["models"].select(look, None, None, **quiet).then(revisit, **planning)  # also where the button has chosen the tab
     blocks.load(enter, view["seen"], following, queue=False, **quiet)
     gr.Timer(FOLLOW_S).tick(follow, view["seen"], following, queue=False, **quiet)
 

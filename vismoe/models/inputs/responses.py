@@ -256,10 +256,12 @@ class Spoken:
         return with_specials("\n".join(rules), tokenizer)
 
 
-def _mark(field: Any, side: str) -> Mark:
-    """side: open or close."""
-    literal = getattr(field, f"{side}_literals") is not None and not getattr(field, f"{side}_literal_can_extend")
-    return field, getattr(field, f"{side}_re"), literal
+def _opening(field: Any) -> Mark:
+    return field, field.open_re, field.open_literals is not None and not field.open_literal_can_extend
+
+
+def _closing(field: Any) -> Mark:
+    return field, field.close_re, field.close_literals is not None and not field.close_literal_can_extend
 
 
 def _tags(field: Any) -> tuple[Any, Any] | None:
@@ -301,9 +303,9 @@ class MessageParser:
 
     def __init__(self, spoken: Spoken, prompt_end: str, tools: Sequence[Json]):
         template = load_response_template(spoken.template)
-        self._outside = [_mark(field, "open") for field in template.fields.values() if field.open_re is not None]
+        self._outside = [_opening(field) for field in template.fields.values() if field.open_re is not None]
         if template.implicit is not None and template.fields[template.implicit].close_re is not None:
-            self._outside.append(_mark(template.fields[template.implicit], "close"))
+            self._outside.append(_closing(template.fields[template.implicit]))
         self._schemas = {tool["function"]["name"]: parameters_of(tool) for tool in tools}
         self._text, self._last = template.truncate_past_last_anchor(prompt_end) or "", False  # what no piece has told of; its end
         self._of_prompt = 0  # characters of this text
@@ -348,7 +350,7 @@ class MessageParser:
             else:
                 self._begun = self._begun and field.name == "content"
                 self._field, self._held = field.name, ""
-                marks = [_mark(field, "close")] if field.close_re is not None else []
+                marks = [_closing(field)] if field.close_re is not None else []
                 if (closed := (yield from self._until(marks, self._words))) is None:
                     break
                 self._take(len(closed[1][0]))
@@ -424,7 +426,7 @@ class MessageParser:
             whole = yield from self._scanned(JsonText(), 0, collect)
             closer = (yield from self._closer(field)) if whole else ""
         else:
-            closed = yield from self._until([_mark(field, "close")] if field.close_re is not None else [], collect)
+            closed = yield from self._until([_closing(field)] if field.close_re is not None else [], collect)
             closer, whole = self._take(len(closed[1][0])) if closed else "", closed is not None or field.content == "json"
         calls = self._calls(field, "".join(body), captures) if whole else []
         if calls:

@@ -1,10 +1,9 @@
 """What the chat page can load: models on disk with what this machine can hold of them, and a choice of model and settings.
 
-Models are found in the hub's cache; their plans are made one after another in a thread, from configuration files and headers
-alone. Nothing here downloads weights or runs code of a checkpoint. Needs no optional package.
+Plans are made one after another in a thread, from configuration files and headers alone. Nothing here downloads weights or runs
+code of a checkpoint. Needs no optional package.
 """
 
-import json
 import logging
 import re
 import threading
@@ -13,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CacheNotFound, constants, scan_cache_dir
+from huggingface_hub import constants
 
+from vismoe.app.on_disk import models_on_disk, vision_tower_beside
 from vismoe.app.options import served_name
 from vismoe.config import ENGINE_DEFAULTS, NO_STORE, SERVING_DEFAULTS, Settings, format_bytes, parse_formats
 from vismoe.engine.engine import demo_model
@@ -22,11 +22,11 @@ from vismoe.errors import ConfigError, UnsupportedModelError, VisMoEError
 from vismoe.machine.facts import facts
 from vismoe.machine.profile import load_profile
 from vismoe.models.family.checkpoint_files import config_file
-from vismoe.models.family.families import EXPERT_COUNTS
 from vismoe.models.load.preview import checkpoint_files, preview
 from vismoe.pair import Format
 from vismoe.planning.needs import Hardware
 from vismoe.planning.plan import Plan
+from vismoe.store.gguf_header import GGUF
 from vismoe.store.packed import formats_in, store_beside
 
 log = logging.getLogger("vismoe")
@@ -67,7 +67,7 @@ class ModelChoice:
     def files(self) -> list[Path]:
         """The files of its weights; empty where they are not on this machine. Raises CheckpointError or ConfigError."""
         revision = self.options.get("revision")
-        file = self.settings.get("gguf") or (self.model if self.model.endswith(".gguf") else None)
+        file = self.settings.get("gguf") or (self.model if self.model.endswith(GGUF) else None)
         if file:
             return [Path(file).expanduser()]
         config_file(self.model, revision)  # says what is wrong with a name
@@ -175,7 +175,8 @@ class Catalog:
         return self._choice(served_name(model), model)
 
     def _choice(self, name: str, model: str) -> ModelChoice:
-        return ModelChoice(name, model, self.usual, self.options)
+        tower = vision_tower_beside(Path(model)) if model.endswith(GGUF) else None
+        return ModelChoice(name, model, {**self.usual, **({"mmproj": str(tower)} if tower else {})}, self.options)
 
     def look(self, plan: Callable[[ModelChoice], Plan]) -> None:
         """Looks at the disk, and plans what is new by `plan`, in a thread."""
@@ -186,8 +187,8 @@ class Catalog:
 
     def _look(self, plan: Callable[[ModelChoice], Plan]) -> None:
         before, after = self.found, dict[str, Proposal]()
-        cached = {name: Proposal(self._choice(name, folder), nbytes) for name, folder, nbytes in cached_models()}
-        for proposal in self._listed(cached):
+        on_disk = {name: Proposal(self._choice(name, model), nbytes) for name, model, nbytes in models_on_disk()}
+        for proposal in self._listed(on_disk):
             name = proposal.choice.name
             known = before.get(name)
             after[name] = known if known and known.plan and known.size_bytes == proposal.size_bytes else proposal
@@ -211,7 +212,7 @@ class Catalog:
         if given is not None:
             cached = found.pop(given.name, None)
             yield Proposal(given, cached.size_bytes if cached else bytes_of_weights(given.model))
-        yield from found.values()
+        yield from (proposal for proposal in found.values() if given is None or proposal.choice.model != given.model)
 
     @staticmethod
     def _planned(proposal: Proposal, plan: Callable[[ModelChoice], Plan]) -> Proposal | None:
@@ -224,37 +225,6 @@ class Catalog:
             return None
         except VisMoEError as error:
             return Proposal(choice, nbytes, refusal=f"Not with these settings: {str(error).splitlines()[0]}.")
-
-
-def cached_models() -> Iterator[tuple[str, str, int]]:
-    """(name, folder, bytes) of each model of experts in the hub's cache that has weights."""
-    try:
-        cache = scan_cache_dir(constants.HF_HUB_CACHE)
-    except (CacheNotFound, ValueError):
-        return
-    for repository in sorted(cache.repos, key=lambda one: one.repo_id.lower()):
-        revisions = sorted(repository.revisions, key=lambda one: ("main" in one.refs, one.last_modified), reverse=True)
-        if repository.repo_type != "model" or not revisions:
-            continue
-        folder, names = revisions[0].snapshot_path, {file.file_name for file in revisions[0].files}
-        if any(name.endswith(".safetensors") for name in names) and _has_experts(folder / "config.json"):
-            yield repository.repo_id, str(folder), revisions[0].size_on_disk
-
-
-def _has_experts(config: Path) -> bool:
-    """Whether a configuration counts experts; whether its family can be served is seen when it is planned."""
-    try:
-        return counts_experts(json.loads(config.read_bytes()))
-    except (OSError, ValueError, RecursionError):
-        return False
-
-
-def counts_experts(values: Any) -> bool:
-    """Whether a configuration, or one inside it, has several experts."""
-    if not isinstance(values, dict):
-        return False
-    counts = (values.get(name) for name in EXPERT_COUNTS)
-    return any(isinstance(count, int) and count > 1 for count in counts) or any(map(counts_experts, values.values()))
 
 
 def bytes_of_weights(model: str) -> int:

@@ -99,6 +99,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     writer, vision = gguf.GGUFWriter(folder / "model.gguf", architecture.name), {}
     writer.add_array("tokenizer.ggml.tokens", ["token"] * 512)
+    writer.add_embedding_length(model.config.get_text_config().hidden_size)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "visual." in name:

@@ -3,21 +3,25 @@
 import gc
 import io
 import json
+import shutil
 import threading
 import time
 import weakref
 from types import SimpleNamespace
 
+import gguf
+import gguf_files
 import pytest
 from fake_engine import PLAN, FakeEngine
-from hub_cache import copy_of_demo, put
+from hub_cache import COMMIT, copy_of_demo, put
 from tiny_models import FAMILIES, save, tiny_of
 from transformers.utils import logging as transformers_logging
 
 from vismoe.app import choosing, ui_models
 from vismoe.app import loaded as loaded_module
-from vismoe.app.choosing import DEMO, Catalog, ModelChoice, Proposal, counts_experts, fix_of, machine_words, offered_formats
+from vismoe.app.choosing import DEMO, Catalog, ModelChoice, Proposal, fix_of, machine_words, offered_formats
 from vismoe.app.loaded import Loader
+from vismoe.app.on_disk import counts_experts
 from vismoe.app.page import Page, PageTurn
 from vismoe.app.ui_models import asked_choice, precision_of
 from vismoe.app.widgets import PAIRS
@@ -32,8 +36,11 @@ CONTROLS = {"model": DEMO, "other": "", "kind": "auto", "size": "", "policy": "e
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache of the hub."""
+    """An empty cache of the hub, of a person without other models."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("LLAMA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path / "hub"
 
 
@@ -84,6 +91,33 @@ def test_what_cannot_be_served_is_not_listed_and_what_does_not_fit_says_why(cach
     number = catalog.number
     assert looked(catalog, plan) == found and catalog.number > number  # the refused one was looked at again
     assert catalog.choice_of("acme/Fine").model.startswith(str(cache))
+
+
+def test_gguf_files_are_found_where_llama_cpp_lm_studio_and_the_hub_keep_them_each_with_its_own_vision_tower(cache, monkeypatch):
+    llama, studio = cache.parent / ".cache" / "llama.cpp", cache.parent / ".lmstudio" / "models" / "acme" / "Sees-GGUF"
+    model = gguf_files.write(studio, "qwen3_vl_moe", lambda tensor: "Q8_0")
+    gguf_files.write_mmproj(studio / "mmproj-F32.gguf", model)
+    gguf_files.write_mmproj(studio / "mmproj-F16.gguf", model, "F16")
+    gguf_files.write_mmproj(studio / "mmproj-other.gguf", model, "F16", "gemma3")
+    (studio / "mmproj-cut.gguf").write_bytes(b"GGUF")
+    gguf_files.write(llama, "qwen3_moe", lambda tensor: "Q8_0")
+    (llama / "acme_Text-GGUF_text-Q8_0.gguf").hardlink_to(llama / "model.gguf")
+    (llama / "cut.gguf").write_bytes((llama / "model.gguf").read_bytes()[:4000])
+    dense = gguf.GGUFWriter(llama / "dense.gguf", "llama")
+    dense.write_header_to_file()
+    dense.close()
+    put(cache, "acme/Text-GGUF", lambda folder: [shutil.copy(file, folder) for file in llama.iterdir()])
+    (cache / "models--acme--Text-GGUF" / "snapshots" / COMMIT / "model.gguf").unlink()
+    found = looked(Catalog())
+    named = ["acme/Text-GGUF: acme_Text-GGUF_text-Q8_0", "acme_Text-GGUF_text-Q8_0", "model", "acme/Sees-GGUF: model"]
+    assert list(found) == [DEMO, *named]
+    assert all(found[name].words().startswith("Text only, ") and found[name].plan for name in named[:3])
+    sees = found[named[3]]
+    assert sees.words().startswith("Sees pictures, ") and sees.choice.settings["mmproj"] == str(studio / "mmproj-F16.gguf")
+    assert Catalog().choice_of(sees.choice.model).settings == sees.choice.settings, "as where it is named by its path"
+    assert list(looked(Catalog.of(None, {"gguf": str(llama / "model.gguf")}, {}))).count("model") == 0, "listed once"
+    monkeypatch.setenv("LLAMA_CACHE", str(cache.parent / "nowhere"))
+    assert list(looked(Catalog())) == [DEMO, named[0], named[3]]
 
 
 def test_a_cache_that_is_not_there_lists_the_demo_model_alone(cache):

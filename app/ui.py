@@ -93,7 +93,11 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     still = [gr.skip()] * len(outputs)
 
     def run(turn: Callable[[], PageTurn], before: History, values: Values, request: gr.Request) -> Iterator[list[Any]]:
-        """Answers `turn()` after the turns `before`; an error is shown below the conversation, which is then unchanged."""
+        """Answers `turn()` after the turns `before`; an error is shown below the conversation, which is then unchanged.
+
+        The last update changes nothing: gradio sends it once more when the handler has ended, and by then the visitor may have
+        begun another conversation.
+        """
         asked, past, session = None, values[history], str(request.session_hash)
         number, system = values[chat["number"]] or uuid.uuid4().hex, values[options_of["system"]] or ""
         began_s = kept_s = time.monotonic()
@@ -116,11 +120,11 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
                 box_now = notice_now = gr.skip()
         except BusyError as error:
             gr.Info(html.escape(str(error)), title="One at a time")
-            yield still
         except Exception as error:  # the boundary of every question
             restored = _ready(asked) if asked is not None else gr.skip()
             kept = record(number, system, past) if past and kept_s > began_s else gr.skip()  # without the answer's beginning
             yield [restored, shown(past), past, _again(past), told(error), *still[5:-1], kept]
+        yield still
 
     def ask(values: Values, request: gr.Request) -> Iterator[list[Any]]:
         text, files = values[box].get("text") or "", list(values[box].get("files") or [])

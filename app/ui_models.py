@@ -121,7 +121,12 @@ def connect_models(
     shown = [view[name] for name in ("asked", "policy", "formats", "load", "mend", "fix", "planned", "plan")]
 
     def replan(values: dict[Any, Any]) -> Iterator[list[Any]]:
-        """The plan of what the controls ask for, or why there is none."""
+        """The plan of what the controls ask for, or why there is none. The last update changes nothing: gradio sends it once more
+        when the handler has ended, and by then another policy may have been chosen."""
+        yield from planned(values)
+        yield [gr.skip()] * len(shown)
+
+    def planned(values: dict[Any, Any]) -> Iterator[list[Any]]:
         asked = {name: values[widget] for name, widget in controls.items()}
         named, sized = asked["model"] == OTHER, asked["kind"] == SIZE
         parts = [asked, gr.skip(), gr.skip()]

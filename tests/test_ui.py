@@ -336,6 +336,15 @@ def running():
         yield engine, Client(address, verbose=False, analytics_enabled=False)
 
 
+def last(job):
+    """What an answer ends with, before the update that changes nothing."""
+    *_, outputs, behind = job
+    assert all(one["__type__"] == "update" and "value" not in one for one in behind), (
+        "gradio sends it again, perhaps into another conversation"
+    )
+    return outputs
+
+
 def spoken(outputs) -> list[str]:
     return [message["content"][0].get("text") for message in outputs[1]]
 
@@ -347,11 +356,11 @@ def test_a_question_with_an_image_is_answered_and_repeated_through_the_page(runn
     engine, client = running
     client.predict(api_name="/forget")
     asked = {"text": "What is this?", "files": [handle_file(picture)]}
-    *_, outputs = client.submit(asked, *SETTINGS, api_name="/ask")
+    outputs = last(client.submit(asked, *SETTINGS, api_name="/ask"))
     assert spoken(outputs) == [None, "What is this?", "one two"]
     assert "75.0%" in str(outputs)
     engine.script = [["three"]]
-    *_, outputs = client.submit(9, 0.0, "Be brief.", 0.5, 3, 0.5, "", "importance", "8/2", 0.9, "none", api_name="/again")
+    outputs = last(client.submit(9, 0.0, "Be brief.", 0.5, 3, 0.5, "", "importance", "8/2", 0.9, "none", api_name="/again"))
     assert spoken(outputs) == [None, "What is this?", "three"]
     ((system, message), options) = engine.calls[-1]
     assert system == {"role": "system", "content": "Be brief."} and (options["top_p"], options["seed"]) == (None, 3)
@@ -386,11 +395,12 @@ def test_an_error_is_told_below_a_conversation_that_stays_and_the_question_is_no
     client.predict(api_name="/forget")
     engine.script = [["fine"], script, ["again"]]
     client.predict({"text": "Hello", "files": []}, *SETTINGS, api_name="/ask")
-    *_, outputs = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
+    outputs = last(client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask"))
     box, _, notice, *_ = outputs
     assert "Hi" in str(box) and says in notice and 'role="alert"' in notice and "secret" not in notice
     assert spoken(outputs) == ["Hello", "fine"]
-    first, *_, outputs = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
+    first, *rest = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
+    outputs = last(rest)
     assert first[2] == "" and spoken(outputs) == ["Hello", "fine", "Hi", "again"]
 
 
@@ -402,8 +412,8 @@ def test_a_file_that_is_no_picture_is_named_and_nothing_is_answered(running, tmp
     client.predict(api_name="/forget")
     asked = len(engine.calls)
     (tmp_path / "notes.txt").write_text("hello")
-    *_, outputs = client.submit(
-        {"text": "What?", "files": [handle_file(str(tmp_path / "notes.txt"))]}, *SETTINGS, api_name="/ask"
+    outputs = last(
+        client.submit({"text": "What?", "files": [handle_file(str(tmp_path / "notes.txt"))]}, *SETTINGS, api_name="/ask")
     )
     assert outputs[2].startswith('<p class="vm-error" role="alert">notes.txt: not an image') and outputs[1] == []
     assert len(engine.calls) == asked

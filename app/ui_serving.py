@@ -34,6 +34,7 @@ MOST_PORTS = 65535
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP")  # what ends a process; raises KeyboardInterrupt here, so that resources are closed
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "DejaVu Sans", "sans-serif"]
 FIXED_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
+QUEUE_S = 0.02  # between two looks of gradio at its empty queue
 SCRIPTS = ("ui.js", "ui_keys.js", "ui_conversations.js")
 SAME_ORIGIN = (  # whatever an answer links to, the browser only contacts this server
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:\">"
@@ -74,6 +75,7 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
     import gradio as gr
 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # gradio checks over HTTP whether it is up
+    blocks._queue.sleep_when_free = QUEUE_S  # looked at 1,000 times a second, a page that nobody uses takes a tenth of a core
     gate = Middleware(KnownHosts, host=ADDRESS, fix=f"open http://{ADDRESS}:{port}", own_pages_only=True)
     try:
         _, address, _ = blocks.launch(

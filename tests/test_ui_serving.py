@@ -278,3 +278,10 @@ def test_gradios_port_settings_do_not_move_the_page(temporary, monkeypatch):
     with served(Page(FakeEngine())) as address:
         assert address.startswith("http://127.0.0.1:")
         assert json.loads(httpx.get(f"{address}config").text)["title"] == "VisMoE"
+
+
+def test_the_queue_that_the_page_slows_down_is_gradios():
+    import gradio as gr
+
+    with gr.Blocks() as blocks:
+        assert 0 < blocks._queue.sleep_when_free < ui_serving.QUEUE_S

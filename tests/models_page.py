@@ -8,14 +8,12 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-import transformers
 from family_zoo import Family, possible_composites, zoo
-from packaging.version import Version
+from searching import OLDEST, is_oldest
 
 from vismoe.models.family.families import REFUSED
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
-OLDEST = "5.17"
 PREFILL_ONLY = {"diffusion_gemma": "it generates blocks by diffusion, not token by token"}
 LOOP_OF_ITS_OWN_IN_OLDEST = {"aria"}  # on the experts interface in later releases
 FAILS_IN_OLDEST = {"deepseek_v4": "bfloat16"}  # transformers itself does, with or without us
@@ -97,11 +95,6 @@ none of them. It checks that VisMoE finds the experts of one combination each, a
 def possible() -> list[str]:
     """The composites of which only the plan is checked."""
     return [name for name in sorted(possible_composites()) if name.split(" + ")[0] not in UNTRIED]
-
-
-def is_oldest() -> bool:
-    """Whether the installed transformers is the oldest supported one."""
-    return Version(transformers.__version__).release[:2] == Version(OLDEST).release
 
 
 def refusal_of(family: str) -> str | None:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 from family_zoo import zoo
-from models_page import OLDEST
+from searching import OLDEST
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 

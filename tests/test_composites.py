@@ -8,7 +8,8 @@ import pytest
 import tiny_models
 import torch
 from family_zoo import COMBINED, composites, families, possible_composites
-from models_page import UNTRIED, is_oldest, possible
+from models_page import UNTRIED, possible
+from searching import is_oldest
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as READS_IMAGES
 

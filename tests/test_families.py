@@ -21,8 +21,8 @@ import pytest
 import tiny_models
 import torch
 from family_zoo import families, zoo
-from models_page import ALONE, BY_MIXER, FAILS_IN_OLDEST, PREFILL_ONLY, is_oldest, refusal_of
-from searching import SEARCHING
+from models_page import ALONE, BY_MIXER, FAILS_IN_OLDEST, PREFILL_ONLY, refusal_of
+from searching import SEARCHING, is_oldest
 from shared_rows import Sequences
 from transformers import AutoConfig, GenerationMixin
 

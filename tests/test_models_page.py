@@ -1,7 +1,8 @@
 """docs/models.md says what the tables and the installed transformers say."""
 
 from family_zoo import zoo
-from models_page import OLDEST, PAGE, is_oldest, page, result_of, rows
+from models_page import PAGE, page, result_of, rows
+from searching import OLDEST, is_oldest
 
 
 def test_the_page_is_what_make_models_writes():

@@ -458,7 +458,8 @@ EVERY = [(share, skew, batch) for share in ("12.5%", "50%") for skew, batch in (
 
 @pytest.mark.parametrize(("share", "skew", "batch"), EVERY if SEARCHING else EVERY[::2])
 def test_the_chooser_is_never_behind_the_better_of_always_copying_and_always_computing(skew, batch, share):
-    trace = skewed_trace(12, 128, 8, tokens=16 if batch == 1 else 8, skew=skew, zipf=True, batch=batch, record_bytes=EXPERT_BYTES)
+    layers, tokens = 12 if SEARCHING else 5, 16 if batch == 1 else 8
+    trace = skewed_trace(layers, 128, 8, tokens=tokens, skew=skew, zipf=True, batch=batch, record_bytes=EXPERT_BYTES)
     compared = compare_misses(trace, [share], LINKS, show_progress=False, **ON_THE_CPU)
     for row in compared.rows:
         assert row.over_best <= 1.05, row

@@ -110,7 +110,7 @@ def chat_tab(page: Page) -> dict[str, Any]:
                 label="Your question",
                 show_label=False,
                 file_count="multiple",
-                placeholder="Paste or drop an image here, and ask",
+                placeholder="Drop an image here, and ask",
                 autofocus=True,
                 max_plain_text_length=20000,
                 elem_id="question",

@@ -91,5 +91,5 @@ def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def served_name(name: str) -> str:
-    """The public name of a model: a hub model's name, or the last part of a folder's; never a path of this machine."""
-    return Path(name).name if Path(name).is_dir() else name
+    """The public name of a model: a hub model's name, or the last part of a folder's or file's path; never the path."""
+    return Path(name).name if Path(name).exists() else name

@@ -114,7 +114,8 @@ def test_gguf_files_are_found_where_llama_cpp_lm_studio_and_the_hub_keep_them_ea
     assert all(found[name].words().startswith("Text only, ") and found[name].plan for name in named[:3])
     sees = found[named[3]]
     assert sees.words().startswith("Sees pictures, ") and sees.choice.settings["mmproj"] == str(studio / "mmproj-F16.gguf")
-    assert Catalog().choice_of(sees.choice.model).settings == sees.choice.settings, "as where it is named by its path"
+    by_path = Catalog().choice_of(sees.choice.model)
+    assert by_path.name == "model.gguf" and by_path.settings == sees.choice.settings
     assert list(looked(Catalog.of(None, {"gguf": str(llama / "model.gguf")}, {}))).count("model") == 0, "listed once"
     monkeypatch.setenv("LLAMA_CACHE", str(cache.parent / "nowhere"))
     assert list(looked(Catalog())) == [DEMO, named[0], named[3]]

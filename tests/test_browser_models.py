@@ -28,6 +28,7 @@ def address(checkpoints, tmp_path, monkeypatch) -> Iterator[str]:
 
     shutil.copytree(checkpoints, tmp_path / "hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("VISMOE_CACHE", str(tmp_path))  # where no vismoe doctor of another test has been
     monkeypatch.setattr("vismoe.app.on_disk.gguf_folders", list)  # nor what other programs keep on this one
     page = Page()
     with served(page) as address:

@@ -17,14 +17,21 @@ CODECS = {  # codec: container and pixel format
 QUIET = {"libx265": {"x265-params": "log-level=none"}, "libsvtav1": {"svtav1-params": "lp=1", "preset": "12"}}
 
 
-@functools.cache
 def clip(codec: str = "libx264", frames: int = 30, width: int = 96, height: int = 64, turned: bool = False) -> bytes:
-    """A picture of noise that moves to the right, with a key frame every 12 frames. turned: to be shown turned to the right."""
+    """A picture of noise that moves to the right, with a key frame every 12 frames. turned: the same bytes, to be shown turned to
+    the right."""
+    data = encoded(codec, frames, width, height)
+    return with_matrix(data, (0, 1, -1, 0)) if turned else data
+
+
+@functools.cache
+def encoded(codec: str, frames: int, width: int, height: int) -> bytes:
+    """Once: on some processors, encoding the same pictures again gives other bytes."""
     file = io.BytesIO()
     with av.open(file, "w", format=CODECS[codec][0]) as container:
         for packet in packets(container, codec, frames, width, height, QUIET.get(codec, {})):
             container.mux(packet)
-    return with_matrix(file.getvalue(), (0, 1, -1, 0)) if turned else file.getvalue()
+    return file.getvalue()
 
 
 def packets(container, codec: str, frames: int = 30, width: int = 96, height: int = 64, options=None, times_ms=()):

@@ -63,7 +63,7 @@ def of_the_command_line(engine, most):
     parser = ArgumentParser()
     chat_arguments(parser)
     arguments = parser.parse_args(["What?", *(["--max-tokens", str(most)] if most else [])])
-    reply = engine.chat(ask("What?", PICTURE), RequestOptions(reuse=True, **given_options(arguments)))
+    reply = engine.chat(ask("What?", PICTURE), RequestOptions(**given_options(arguments)))
     return "".join(reply), reply.figures.answer_tokens, reply.figures.prompt_tokens
 
 
@@ -78,7 +78,7 @@ def of_the_page(engine, most):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "chat", chat, raising=False)
-        *_, last = Page(engine).answer(PageTurn.of("What?", []), (), "me", RequestOptions(max_tokens=most, reuse=True))
+        *_, last = Page(engine).answer(PageTurn.of("What?", []), (), "me", RequestOptions(max_tokens=most))
     figures = replies[0].figures
     return last.history[-1].answer, figures.answer_tokens, figures.prompt_tokens
 

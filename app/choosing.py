@@ -18,7 +18,7 @@ from vismoe.app.on_disk import models_on_disk, vision_tower_beside
 from vismoe.app.options import served_name
 from vismoe.config import ENGINE_DEFAULTS, NO_STORE, SERVING_DEFAULTS, Settings, format_bytes, parse_formats
 from vismoe.engine.engine import demo_model
-from vismoe.errors import ConfigError, UnsupportedModelError, VisMoEError
+from vismoe.errors import BudgetError, ConfigError, UnsupportedModelError, VisMoEError
 from vismoe.machine.facts import facts
 from vismoe.machine.profile import load_profile
 from vismoe.models.family.checkpoint_files import config_file
@@ -99,8 +99,9 @@ def offered_formats(packed: tuple[Format, ...], pairs: tuple[str, ...]) -> dict[
 
 def fix_of(error: Exception) -> dict[str, str]:
     """The settings of the page that mend a refused plan; empty where its fix is something else."""
-    flags = dict(FLAG.findall(getattr(error, "fix", "")))
-    whole = " ".join(f"--{name} {value}" for name, value in flags.items()) == getattr(error, "fix", "")
+    fix = error.fix if isinstance(error, BudgetError) else ""
+    flags = dict(FLAG.findall(fix))
+    whole = " ".join(f"--{name} {value}" for name, value in flags.items()) == fix
     return flags if whole and flags.keys() <= set(CHOSEN) else {}
 
 

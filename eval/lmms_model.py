@@ -33,6 +33,7 @@ from vismoe.eval.lmms_arguments import BATCH_SIZE, OF_VIDEOS, model_arguments
 from vismoe.eval.lmms_generation import Generation
 from vismoe.machine.hardware import cores
 from vismoe.metrics import Snapshot
+from vismoe.models.family.families import positions_of
 from vismoe.models.inputs.images import VIDEO_SUFFIXES, open_image
 from vismoe.models.inputs.prompts import Prompt
 from vismoe.models.inputs.qwen_videos import asked_video
@@ -70,8 +71,7 @@ class VisMoE(lmms):
         self._engine, self._closes_engine = engine, closes_engine
         self._prompts = engine.prompts
         self._image_tokens, self._max_new_tokens, self.batch_size = image_tokens, max_new_tokens, batch_size
-        positions = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
-        self._positions = positions or engine.plan.context
+        self._positions = positions_of(engine.model.config) or engine.plan.context
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "VisMoE":

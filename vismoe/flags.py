@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vismoe.after_import import after_import
 from vismoe.config import ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
-from vismoe.errors import ConfigError, InputError, VisMoEError
+from vismoe.errors import BudgetError, ConfigError, InputError, VisMoEError
 from vismoe.options import OPTIONS
 from vismoe.ranges import PATH_BEGINNINGS, Rule, file_name, shown
 
@@ -349,5 +349,5 @@ def print_json(arguments: Namespace, value: dict[str, Any]) -> None:
 
 def error_report(error: VisMoEError) -> dict[str, Any]:
     """An error as the JSON object that `--json` prints."""
-    fix = {"fix": error.fix} if hasattr(error, "fix") else {}
+    fix = {"fix": error.fix} if isinstance(error, BudgetError) else {}
     return {"error": {"type": type(error).__name__, "message": str(error), **fix}}

@@ -37,6 +37,7 @@ from vismoe.engine.engine import demo_model
 from vismoe.errors import BudgetError, ConfigError, InputError
 from vismoe.machine.facts import facts, package_versions
 from vismoe.machine.hardware import cores, host_memory, torch_device
+from vismoe.models.family.families import positions_of
 from vismoe.models.inputs.images import open_image
 from vismoe.models.inputs.prompts import PromptBuilder
 from vismoe.models.load.preview import preview
@@ -202,7 +203,7 @@ def _job(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant
     """The options that the workers share, and VisMoE's plans."""
     ids = _prompt_ids(order, subject)
     longest = len(ids) + picture_tokens(subject.config, order.picture) + order.new_tokens
-    positions = getattr(subject.config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(subject.config)
     if positions and longest > positions:
         fewer = ["fewer --new-tokens", "a shorter --prompt" if order.prompt else "fewer --prompt-tokens"]
         fewer += ["a smaller --image"] if order.picture else []

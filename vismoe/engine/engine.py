@@ -36,7 +36,7 @@ from vismoe.errors import ClosedError, ConfigError, ContextError, InputError
 from vismoe.machine.hardware import torch_device
 from vismoe.metrics import Metrics
 from vismoe.models.family.checkpoint_files import demo_model, folder_or_name, reading_checkpoint, refuse_unfit
-from vismoe.models.family.families import without_quantization
+from vismoe.models.family.families import positions_of, without_quantization
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder
 from vismoe.models.inputs.tools import Tools
@@ -134,7 +134,7 @@ class Engine:
         self._runtime = runtime_of(model)
         usual = self._runtime.pruner.pruning if self._runtime.pruner is not None else None
         self._usual_pruning = usual or pruning_of(settings, None)
-        self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or self._runtime.plan.context
+        self._positions = positions_of(model.config) or self._runtime.plan.context
         listening = self._runtime.pruner.images if self._runtime.pruner is not None else None
         images = ImageCache.of(model, settings.image_cache_bytes, listening)
         rows = self._runtime.plan.rows

@@ -39,10 +39,16 @@ def is_vision(path: str) -> bool:
     return component_of(f"{path}.") == "vision tower"
 
 
+def tied_weights(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are another's memory -> that other's name. The dictionary is the model's own: to untie a weight
+    before weights are loaded, take it out."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
 def backbone_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer except the routed experts' weights; tied ones once."""
     experts = {f"{path}.{name}" for path, module in expert_modules(model) for name in expert_parameters(module)}
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = tied_weights(model)
     seen: set[int] = set()
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if name not in experts and name not in tied and id(tensor) not in seen:

@@ -166,6 +166,11 @@ def configs(config: Any) -> Iterator[Any]:
         yield from configs(getattr(config, name, None))
 
 
+def positions_of(config: Any) -> int | None:
+    """The longest context of a model in tokens, if its configuration gives one."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def _expert_count(config: Any) -> int:
     counts = (getattr(config, name, None) for name in EXPERT_COUNTS)
     return max((count for count in counts if isinstance(count, int)), default=0)

@@ -7,7 +7,6 @@ On request the same layers of a 16-bit checkpoint come in int8 from a store.
 """
 
 import copy
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from vismoe.config import Settings, format_bytes
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.kernels import cpu
-from vismoe.models.family.components import backbone_bytes, component_of, is_vision
+from vismoe.models.family.components import backbone_bytes, component_of, is_vision, tied_weights
 from vismoe.models.load.locate import PLAIN, Others, WeightSources, parameter_types
+from vismoe.models.load.stripping import exactly, pass_over
 from vismoe.models.moe.linears import EncodedEmbedding, EncodedLinear
 from vismoe.store.files import OpenFiles
 from vismoe.store.packed_linears import PackedLinears, remedy
@@ -57,19 +57,18 @@ class Backbone:
 
     def strip(self, model: Any) -> None:
         """Before weights are loaded: take out what `fill` fills, and let the loader pass it over."""
-        ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []) | self.passed_over
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
-        for path in (*self.held, *self.heads, *self.lossy):
+        tied, modules = tied_weights(model), (*self.held, *self.heads, *self.lossy)
+        names = [name for one in self.restored for name in one.names]
+        for path in modules:
             model.get_submodule(path).release()
             tied.pop(f"{path}.weight", None)
-            ignored.add(f"^{re.escape(path)}\\.weight$")
-        for name in (name for one in self.restored for name in one.names):
+        for name in names:
             module, own = _owner(model, name)
             module.register_parameter(own, None)
             module._is_hf_initialized = True  # type: ignore[assignment]  # or _init_weights would touch the None
             tied.pop(name, None)
-            ignored.add(f"^{re.escape(name)}$")
-        model._keys_to_ignore_on_load_unexpected = ignored
+        pass_over(model, self.passed_over)
+        pass_over(model, map(exactly, (*(f"{path}.weight" for path in modules), *names)))
 
     def fill(self, model: Any, files: OpenFiles, device: torch.device) -> None:
         """After the other weights are loaded. Raises CheckpointError."""
@@ -105,7 +104,7 @@ def settle_backbone(
     """
     _refuse_unreadable(model, others)
     tensors, types = others.tensors, parameter_types(model, model.dtype)
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = tied_weights(model)
     held, heads, restored, counts = dict[str, str](), dict[str, str](), list[Restored](), Counter[str]()
     before_bytes, embeddings = sum(nbytes for _, nbytes in backbone_bytes(model)), ""
     lossy = _take_packed(model, linears_of(model, others), packed) if packed is not None else ()
@@ -208,7 +207,7 @@ def _is_plain_linear(model: Any, sources: WeightSources) -> bool:
     path, own = _path_of(sources.names[0])
     if own != "weight" or type(model.get_submodule(path)) is not nn.Linear or sources.converter is not None:
         return False
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = tied_weights(model)
     return not _tied_to(sources.names[0], tied) and not is_vision(path) and component_of(f"{path}.weight") != "norms and routers"
 
 

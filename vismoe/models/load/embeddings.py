@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from vismoe.models.family.components import tied_weights
 from vismoe.models.load.locate import locate_tensor
+from vismoe.models.load.stripping import exactly, pass_over
 from vismoe.models.moe.linears import distinct_tokens
 from vismoe.store.checkpoint import TensorPart
 from vismoe.store.files import CheckpointFiles
@@ -83,7 +85,7 @@ def _path_of(model: Any) -> str | None:
     path = next((path for path, module in model.named_modules() if module is table), None)
     if path is None or type(table) is not nn.Embedding or table.max_norm is not None:
         return None
-    tied, name = getattr(model, "all_tied_weights_keys", None) or {}, f"{path}.weight"
+    tied, name = tied_weights(model), f"{path}.weight"
     parent, _, own = path.rpartition(".")
     owners = [model.get_submodule(parent[: dot.start()] if dot else parent) for dot in (*re.finditer(r"\.", parent), None)]
     read = re.compile(rf"\bself\.(\w+\.)*{own}\.weight\b")  # by the model's own code
@@ -103,6 +105,5 @@ def leave_on_disk(model: Any, table: Table) -> EmbeddingOnDisk:
     parent, _, name = table.path.rpartition(".")
     module = EmbeddingOnDisk(table, model.get_submodule(table.path).weight.dtype)
     setattr(model.get_submodule(parent), name, module)
-    ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
-    model._keys_to_ignore_on_load_unexpected = ignored | {re.escape(f"{table.path}.weight") + "$"}
+    pass_over(model, [exactly(f"{table.path}.weight")])
     return module

@@ -20,7 +20,7 @@ from vismoe.config import Budget, Settings
 from vismoe.errors import UnsupportedModelError, VisMoEError
 from vismoe.lookahead.calibration import Calibration, predictor_memory_bytes
 from vismoe.models.family.components import backbone_bytes
-from vismoe.models.family.families import expert_modules
+from vismoe.models.family.families import expert_modules, positions_of
 from vismoe.models.load.live_memory import META, ExpertsMemory, FusedAttention, LiveMemory, all_chosen, forwards_replaced
 from vismoe.models.load.vision_memory import vision_memory
 from vismoe.models.moe.eager import BLOCK_ROWS, block_rows
@@ -82,7 +82,7 @@ def footprint(model: Any, inventory: ExpertInventory, settings: Settings, device
         kernel_bytes=kernel_cache_bytes(dtype, entries),
         triton_bytes=TRITON_BYTES if find_spec("triton") else 0,
         tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size if _has_tokenizer(model) else 0,
-        positions=getattr(config, "max_position_embeddings", None),
+        positions=positions_of(model.config),
     )
 
 

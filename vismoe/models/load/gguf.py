@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError, VisMoEError
 from vismoe.models.family.checkpoint_files import config_file, read_json
+from vismoe.models.family.components import tied_weights
 from vismoe.models.family.gguf_names import ARCHITECTURES, TOWERS, is_vision, source_of
 from vismoe.models.load.gguf_tensors import GgufTensors, refuse_other_architecture
 from vismoe.models.load.locate import parameter_types
@@ -108,7 +109,7 @@ class GgufWeights:
         `CheckpointFiles.for_loading`. Raises CheckpointError for a tensor that is missing or has another
         shape, UnsupportedModelError for a type that is not read."""
         type_of = parameter_types(model, model.dtype)
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        tied = tied_weights(model)
         beside = self._beside() if self._vision is None else {}
         opened = {key: files.for_loading(past_cache, threads) for key, files in self._files.items()}
         for name, parameter in model.named_parameters():

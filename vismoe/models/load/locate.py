@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from vismoe.errors import CheckpointError, UnsupportedModelError
 from vismoe.formats.encodings import GGML
+from vismoe.models.family.components import tied_weights
 from vismoe.models.family.families import expert_modules, expert_parameters, top_k_of
 from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.conversion import LISTED, MERGING, ExpertParameter, Row, row_shape, rows_of
@@ -319,7 +320,7 @@ def _collect(model: Any, tensors: Tensors, names: _Names) -> tuple[dict[str, Exp
     for parameter in parameters.values():
         if isinstance(parameter.operations, list):  # filled by single experts
             parameter.patterns = sorted(parameter.keys)
-    for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+    for name, source in tied_weights(model).items():
         if name in parameters and not parameters[name].keys:  # an encoder and a decoder with the same experts
             parameters[name] = replace(parameters[source], name=name)
     return parameters, others

@@ -9,11 +9,13 @@ the process's memory, beside the copies, until the last tensor of a file has bee
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from vismoe.models.family.components import tied_weights
 from vismoe.models.family.families import expert_modules, expert_parameters
 from vismoe.pools.advice import in_huge_pages
 from vismoe.store.files import OpenFiles
@@ -27,22 +29,30 @@ def strip_experts(model: nn.Module) -> int:
 
     The attributes stay, as None. The checkpoint's experts are then neither loaded, nor reported as unexpected, nor initialised.
     """
-    ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    elements = 0
+    tied, elements, names = tied_weights(model), 0, list[str]()
     for path, module in expert_modules(model):
         for name, parameter in expert_parameters(module).items():
             elements += parameter.numel()
             delattr(module, name)
             module.register_parameter(name, None)
-            ignored.add(re.escape(f"{path}.{name}") + "$")
+            names.append(f"{path}.{name}")
             tied.pop(f"{path}.{name}", None)
         module._is_hf_initialized = True  # type: ignore[assignment]  # or _init_weights would touch the None
         block = model.get_submodule(path.rpartition(".")[0])
         if not block._parameters and not block._buffers:  # some families initialise the experts from there
             block._is_hf_initialized = True  # type: ignore[assignment]
-    model._keys_to_ignore_on_load_unexpected = ignored  # type: ignore[assignment]
+    pass_over(model, map(exactly, names))
     return elements
+
+
+def pass_over(model: Any, patterns: Iterable[str]) -> None:
+    """Have transformers' loader neither read tensors of a checkpoint whose names match, nor report them as unexpected."""
+    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
+
+
+def exactly(name: str) -> str:
+    """A pattern of this name alone."""
+    return f"^{re.escape(name)}$"
 
 
 def own_memory(model: nn.Module, files: OpenFiles | None = None) -> int:

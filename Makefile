@@ -17,7 +17,7 @@ NATIVE := CMakeLists.txt $(wildcard vismoe/kernels/csrc/*)
 # The oldest transformers supported and the hub client it wants, beside the environment's own: PYTHONPATH puts them in front.
 OLDEST := $(VENV)/transformers-5.17
 # Tests in which the version of transformers decides nothing run once, with the newest.
-APART := kernels encoded_kernels encodings quantised_files configured gpu_kernels kernels_eval lossless encoded_link checksum affine_encode formats formats_quality pack pack_cli pack_kills packed_store store \
+APART := quick kernels encoded_kernels encodings quantised_files configured gpu_kernels kernels_eval lossless encoded_link checksum affine_encode formats formats_quality pack pack_cli pack_kills packed_store store \
 	store_reads safetensors_header miss route library pager below eviction host_tier speculation promises pinned replay trace timeline plan \
 	config threads machine doctor control bench_checkpoint bench_cli bench_fairness bench_limits bench_process bench_run gguf \
 	packaging memory_agreement layers cli cli_paste words cli_study cli_demo ui ui_serving browser scenes images overlay selection \
@@ -41,11 +41,13 @@ unexport PYTHONDONTWRITEBYTECODE
 export GOMP_SPINCOUNT ?= 2000
 # One more than there are cores, up to four: a fifth of the time tests wait for servers, disks and clocks.
 PYTEST_WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores < 3 ? cores + 1 : 4 )))
+# Leaves out what takes long (tests/quick.py).
+QUICK = --quick
 # A file stays on one worker, which makes its fixtures once; tests/conftest.py says which files start first.
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest clients chat-page gpu models check lint types format clean
+.PHONY: help demo test test-oldest test-all clients chat-page gpu models check lint types format clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -54,11 +56,14 @@ help: ## this list
 demo: $(BASE) ## ask the bundled model about a picture, with a quarter of its experts in memory
 	@$(BIN)/vismoe chat --verbose --memory 25% --image assets/images/demo.png "What is in the picture?"
 
-test: $(DEV) $(TRITON)/.done ## the test suite
-	@$(PYTEST) $(PYTEST_ARGS)
+test: $(DEV) $(TRITON)/.done ## the test suite, without what takes long
+	@$(PYTEST) $(QUICK) $(PYTEST_ARGS)
 
-test-oldest: $(OLDEST)/.done ## the test suite with the oldest transformers supported
-	@PYTHONPATH=$(OLDEST) $(PYTEST) $(APART:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
+test-oldest: $(OLDEST)/.done ## the same with the oldest transformers supported
+	@PYTHONPATH=$(OLDEST) $(PYTEST) $(QUICK) $(APART:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
+
+test-all: ## the whole test suite, with the newest and the oldest transformers: half an hour
+	@$(MAKE) QUICK= test; newest=$$?; $(MAKE) QUICK= test-oldest && exit $$newest
 
 clients: $(DEV) $(CLIENTS)/.done ## the server with clients as people install them: an agent, an agent library, a chat
 	@$(PYTEST) tests/test_clients.py $(PYTEST_ARGS)

@@ -13,7 +13,7 @@ import tempfile
 
 import pytest
 from hypothesis import settings
-from searching import SEARCHING, is_oldest
+from quick import Stopwatch, leave_out
 
 import vismoe  # noqa: F401  # before any file's transformers, which imports a torchvision that this mends
 
@@ -33,8 +33,14 @@ LONGEST = (
 )  # fmt: skip
 
 
-# Their cases differ by settings of ours: with the oldest transformers, one of each test.
-ONCE_WITH_THE_OLDEST = ("test_shared_passes", "test_drafting", "test_sampling", "test_image_cache")
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="leave out what takes long, as `make test` does (tests/quick.py)")
+    parser.addoption("--store-seconds", action="store_true", help="store how long tests take, in tests/seconds.json")
+
+
+def pytest_configure(config):
+    if config.getoption("store_seconds") and not hasattr(config, "workerinput"):  # the workers report to the one that is none
+        config.pluginmanager.register(Stopwatch())
 
 
 def pytest_sessionstart():
@@ -51,12 +57,8 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items, config):
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
-    if is_oldest() and not SEARCHING:
-        first = {(item.path, item.originalname): item for item in reversed(items)}
-        others = {item for item in items if item is not first[item.path, item.originalname]}
-        left_out = [item for item in items if item.path.stem in ONCE_WITH_THE_OLDEST and item in others]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+    if config.getoption("quick"):
+        config.hook.pytest_deselected(items=leave_out(items))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -80,6 +80,7 @@ def cases() -> list[tuple]:
     ]
 
 
+@pytest.mark.budget(4)
 @pytest.mark.parametrize("format, form, shape, counts, dtype, transposed", cases())
 def test_parts_are_those_of_the_oracle(format, form, shape, counts, dtype, transposed):
     hidden, intermediate = shape
@@ -254,6 +255,7 @@ def logits(model, tokens=4, batch=1) -> torch.Tensor:
     return torch.stack(tiny_models.greedy(model, inputs, 2).logits, dim=1).cpu()
 
 
+@pytest.mark.budget(4)
 @torch.inference_mode()
 def test_logits_are_as_near_to_float64_as_eager_experts(checkpoint):
     inputs = tiny_models.prompt(FAMILY, tokens=40, dtype=torch.bfloat16, batch=3)
@@ -266,6 +268,7 @@ def test_logits_are_as_near_to_float64_as_eager_experts(checkpoint):
     assert 0 < (errors / eagers).median() <= 1.05
 
 
+@pytest.mark.budget(5)
 @pytest.mark.parametrize("format", ["raw", "int4"])
 def test_a_budget_changes_no_bit(checkpoint, format, monkeypatch):
     full, small = logits(load(checkpoint, memory="100%", format=format)), load(checkpoint, memory="12%", format=format)

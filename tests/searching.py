@@ -1,5 +1,4 @@
-"""What the suite tries, and what more where somebody searches (HYPOTHESIS_PROFILE=searching): examples of fuzzers, long tests.
-With the oldest transformers it tries less."""
+"""What the suite tries, and what more where somebody searches (HYPOTHESIS_PROFILE=searching): examples of fuzzers, long tests."""
 
 import os
 from importlib.metadata import version

@@ -134,6 +134,7 @@ DOORS = {
 }
 
 
+@pytest.mark.budget(4)
 @pytest.mark.parametrize("door", DOORS)
 def test_an_answer_goes_on_to_the_end_of_the_context_and_an_option_bounds_it_at_every_door(engine, monkeypatch, door):
     never_ends(engine, monkeypatch)

@@ -27,6 +27,7 @@ def asked(engine, talks=TALKS):
     return ((number, partial(ask, engine, talk)) for number, talk in talks.items())
 
 
+@pytest.mark.budget(6)
 def test_everybody_is_answered_as_alone_and_no_more_than_so_many_run(engine, monkeypatch):
     alone = {number: "".join(ask()) for number, ask in asked(engine)}
     rows, run = [], SharedPasses.run

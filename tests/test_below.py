@@ -89,6 +89,7 @@ def warm(pager):
 
 
 # -- every invariant
+@pytest.mark.budget(4)
 @pytest.mark.parametrize("policy", ["cpu", "auto"])
 @pytest.mark.parametrize(
     ("experts", "slabs", "host_records", "threads", "steps"),

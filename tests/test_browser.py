@@ -228,6 +228,7 @@ def visit(browser, address):
     assert complaints == [[]] * len(visitors)
 
 
+@pytest.mark.budget(60)
 def test_a_picture_is_uploaded_asked_about_followed_up_and_looked_at_again_with_fewer_patches(visit):
     me = visit()
     me.attach("demo.png")

@@ -153,6 +153,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
     assert chat.process.wait(timeout=30) == 0
 
 
+@pytest.mark.budget(10)
 def test_a_conversation_on_a_terminal(terminal):
     chat = terminal("--memory", "50%", "--verbose", *LONG)
     chat.wait_for("> ")

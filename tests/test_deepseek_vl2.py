@@ -197,6 +197,7 @@ def test_logits_are_those_of_the_original_implementation(kind, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
+@pytest.mark.budget(4)
 @pytest.mark.parametrize(("kind", "dtype"), zip(KINDS, [torch.bfloat16, torch.float32, torch.bfloat16]))
 def test_paged_experts_compute_the_bits_of_eager_ones(kind, dtype, folder, small_processor):
     where = folder(kind, dtype)

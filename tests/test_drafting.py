@@ -76,6 +76,7 @@ def answers(engine, talks, draft):
     return [said(engine, messages, **options, draft=draft)[1] for messages, options in talks]
 
 
+@pytest.mark.budget(7)
 def test_answers_have_the_bits_of_passes_of_one_token_whatever_is_drafted(engine, left, monkeypatch):
     ends = [one.finish for one in answers(engine, TALKS, "none")]
     alone, chance = left[:], random.Random(3)

@@ -70,6 +70,7 @@ def pools(draw, largest=24):
     )
 
 
+@pytest.mark.budget(6)
 @settings(max_examples=500, deadline=None)
 @given(
     slabs=pools(),

@@ -27,6 +27,7 @@ def padded(inputs, pad: int):
     return {**inputs, "attention_mask": mask}
 
 
+@pytest.mark.budget(3)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("share", ["100%", "50%", "25%", "least"])
 def test_logits_and_tokens_are_eagers_at_every_budget(checkpoint, share, batch):

@@ -312,6 +312,7 @@ def test_a_new_example_that_is_neither_run_nor_listed_is_found(block, tmp_path, 
         test_every_block_is_a_command_a_program_or_known_to_be_neither()
 
 
+@pytest.mark.budget(16)
 @pytest.mark.parametrize("example", README, ids=str)
 def test_the_readme_works_from_top_to_bottom(example, capsys, monkeypatch, readers_desk):
     """In order, the commands in sentences and tables included: a format that a command needs was packed by one above it."""
@@ -321,6 +322,7 @@ def test_the_readme_works_from_top_to_bottom(example, capsys, monkeypatch, reade
     RUNNERS[example.text.split()[1]](example, capsys, monkeypatch)
 
 
+@pytest.mark.budget(12)
 @pytest.mark.parametrize("example", RUN, ids=str)
 def test_a_command_does_what_it_says(example, capsys, monkeypatch, packed, server):
     if example.text.startswith("curl"):

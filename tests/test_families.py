@@ -165,6 +165,7 @@ def of_the_newest(family: str, dtype: torch.dtype) -> bool:
     return is_oldest() and dtype is not torch.float32 and family not in {*WITH_OUR_KERNELS, *FAILS_IN_OLDEST}
 
 
+@pytest.mark.budget(20)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_logits_are_bit_identical_to_the_full_model(specimen, dtype):
     family = specimen.family
@@ -182,9 +183,12 @@ def test_logits_are_bit_identical_to_the_full_model(specimen, dtype):
 
 
 def needs_of(specimen: Specimen) -> Footprint:
-    """As measured where the family was loaded first, which is in float32."""
+    """As measured in float32, whatever the family was loaded in first."""
     specimen.paged(torch.float32)
-    assert specimen.needs is not None and specimen.needs.dtype == "float32"
+    if specimen.needs is None or specimen.needs.dtype != "float32":
+        specimen.needs = None
+        specimen.load(torch.float32, memory="50%")
+    assert specimen.needs is not None
     return specimen.needs
 
 
@@ -241,6 +245,7 @@ def test_each_router_asked_about_its_own_layer_chooses_what_the_layer_uses(speci
     assert compared == len(runtime.pager.inventory.layers)
 
 
+@pytest.mark.budget(8)
 @pytest.mark.parametrize("specimen", WITH_OUR_KERNELS, indirect=True)
 @torch.inference_mode()
 def test_with_kernels_of_ours_logits_are_as_near_to_float32_as_eagers(specimen):

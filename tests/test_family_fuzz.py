@@ -188,6 +188,7 @@ def share_of(specimen: Specimen, case: Case) -> float:
     return min(1.0, max(case.share, least + 1e-8))
 
 
+@pytest.mark.budget(10)
 @pytest.mark.usefixtures("one_thread")
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(cases())

@@ -71,6 +71,7 @@ def answer(engine, question: str, options: dict, images: int = 0) -> tuple[str, 
     return "".join(reply), reply.figures
 
 
+@pytest.mark.budget(5)
 @runs(max_examples=examples(8), **SHARED)
 @given(st.sampled_from(QUESTIONS), st.integers(0, 1), ANSWER_OPTIONS)
 def test_an_answer_keeps_to_its_options_whatever_they_are(engine, question, images, options):

@@ -6,6 +6,7 @@ environment. With a GPU the first of them runs there instead of being interprete
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,11 +31,14 @@ def run(*arguments: str | Path, **environment: str) -> str:
     return ran.stdout
 
 
-def test_the_programs_compute_what_the_oracles_do():
+@pytest.mark.budget(math.inf)
+def test_the_programs_compute_what_the_oracles_do(request):
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", HERE / "gpu_kernels.py", **interpreted)
+    same = [f"--{name}" for name in ("quick", "store-seconds") if request.config.getoption(name.replace("-", "_"))]
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *same, HERE / "gpu_kernels.py", **interpreted)
 
 
+@pytest.mark.budget(60)
 def test_the_programs_compile_for_gpus_that_are_not_here_as_they_were_meant(tmp_path):
     """In the shapes of Qwen3-30B-A3B. Nothing is spilled, and the shared memory of a consumer's GPU suffices. Weights are loaded
     16 bytes at once. Products use the one instruction whose order of additions all tiles share. No multiplication is fused with

@@ -67,6 +67,7 @@ def edited(value, path, how, odd):
     return value
 
 
+@pytest.mark.budget(4)
 @settings(max_examples=examples(250))
 @given(st.sampled_from(FORMATS), st.data())
 def test_an_edited_index_with_a_valid_checksum_is_refused_or_says_the_same(stores, format, data):

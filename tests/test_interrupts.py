@@ -31,6 +31,7 @@ def test_ctrl_c_at_bytecodes_of_beginning_and_end_of_a_demand_lets_other_threads
     interrupt_everywhere(phase, make, 700 // every, serve_a_layer, every, "opcode", inside=("__enter__", "__exit__"))
 
 
+@pytest.mark.budget(4)
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
 def test_ctrl_c_at_many_bytecodes_of_a_pass_lets_other_threads_go_on(phase):
     def make() -> Pager:

@@ -176,6 +176,7 @@ def growth(folder, tokens, rows, side, settings):
 SETTINGS = [{"memory": "25%"}, {"memory": "100%"}, {"memory": "25%", "policy": "importance", "formats": "16/0"}]
 
 
+@pytest.mark.budget(60)
 @pytest.mark.parametrize("settings", SETTINGS[-1:] if LESS else SETTINGS, ids=lambda given: " ".join(given.values()))
 def test_the_process_grows_by_what_the_plan_says_within_a_tenth(folder_of, settings):
     assert 0.9 <= growth(folder_of(WITH_IMAGES), 256, 1, 14, settings) <= 1.05

@@ -67,6 +67,7 @@ def test_text_is_the_same_as_through_the_other_door_whole_and_streamed(client, s
     assert whole.content[0].text == said
 
 
+@pytest.mark.budget(5)
 def test_tools_are_called_and_answered_with_a_picture(client):
     given = dict(tools=TOOLS, tool_choice={"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True})
     whole, (kinds, message) = ask(client, **given), streamed(client, **given)

@@ -132,6 +132,7 @@ def named_in_journal(folder: Path, format: Format) -> int:
     return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
 
 
+@pytest.mark.budget(4)
 @pytest.mark.parametrize("loses_unsynced", [False, True], ids=["killed", "power lost"])
 def test_death_before_every_step_costs_only_what_was_not_synced(checkpoint, format, undisturbed, tmp_path, loses_unsynced):
     for step in range(loses_unsynced, 1000, EVERY):

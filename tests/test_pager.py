@@ -128,6 +128,7 @@ def random_walk(
     return pager
 
 
+@pytest.mark.budget(5)
 @pytest.mark.parametrize(
     ("slabs", "order", "threads"),
     [([2], "lfu", 2), ([3], "lru", 1), ([16], "lfu", 2), ([40], "lfu", 3)],

@@ -59,6 +59,7 @@ def followed(settings: Settings, machine: Hardware, fix: str) -> tuple[Settings,
     return settings, dataclasses.replace(machine, **both)
 
 
+@pytest.mark.budget(5)
 @runs(max_examples=examples(150))
 @given(inventories(), memories, contexts, st.one_of(st.just("auto"), st.integers(0, 12)), st.integers(1, 4096), machines())
 def test_what_a_plan_advises_works_when_it_is_followed(experts, memory, context, pinned, window, machine):

@@ -233,6 +233,7 @@ def test_deterministic_formats_depend_on_tokens_alone(packed):
 
 
 # ------------------------------------------------------------------ changing at run time
+@pytest.mark.budget(5)
 def test_policies_and_formats_change_while_the_engine_runs(packed):
     with load(packed, "exact") as engine:
         exact, _ = said(engine)

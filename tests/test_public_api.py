@@ -38,6 +38,7 @@ def test_dir_offers_the_public_names():
     assert set(vismoe.__all__) <= set(dir(vismoe))
 
 
+@pytest.mark.budget(12)
 def test_the_package_imports_where_no_optional_package_is_installed():
     blocked = ["torchvision", "gradio", "lmms_eval", "fastapi", "triton", "uvicorn"]
     program = (

@@ -14,6 +14,7 @@ def test_the_page_lists_the_table():
     assert {name: row[0] for name, row in LISTED.items()} == {model.name: f"`{model.family}`" for model in MODELS}
 
 
+@pytest.mark.budget(4)
 @pytest.mark.parametrize("published", MODELS, ids=lambda model: model.name)
 def test_the_plan_accepts_the_smallest_memory_and_hardly_less(published):
     _, *cells = LISTED[published.name]

@@ -220,6 +220,7 @@ def decisions(core):
     return seen
 
 
+@pytest.mark.budget(5)
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

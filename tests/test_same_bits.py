@@ -9,6 +9,7 @@ from vismoe.errors import ConfigError
 from vismoe.eval import same_bits
 
 
+@pytest.mark.budget(4)
 @pytest.mark.parametrize("kernels, dtype", [("fast", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")])
 def test_no_bit_depends_on_memory_nor_on_what_ran_before(kernels, dtype, monkeypatch):
     monkeypatch.setattr(same_bits, "LENGTHS", ((40, 64), (100, 200)))

@@ -235,6 +235,7 @@ def test_clients_that_come_and_go_leave_nothing_behind(server):
     server.engine.check_integrity()
 
 
+@pytest.mark.budget(6)
 def test_the_command_serves_and_ends_with_success():
     command = [sys.executable, "-m", "vismoe.cli", "serve", "--port", "0", "--memory", "50%", "--served-model-name", "mine"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

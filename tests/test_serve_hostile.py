@@ -398,6 +398,7 @@ def test_messages_of_any_shape_are_answered_or_refused(server, messages):
 
 
 # -- at the same time, slowly, and below HTTP
+@pytest.mark.budget(5)
 def test_hostile_requests_do_not_take_the_server_from_others(server):
     slow = request(data_uri(jpeg_of_many_scans(20_000, 1400)))
     answers = []

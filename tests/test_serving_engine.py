@@ -51,6 +51,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.budget(6)
 def test_by_turns_each_says_what_it_says_alone(engine):
     alone = [said(engine, messages, **options) for messages, options in REQUESTS]
     order = random.Random(3).sample(range(len(REQUESTS)), len(REQUESTS)) * 2

@@ -69,6 +69,7 @@ def rows_of(figures):
     return [one.rows for one in figures.passes if one.phase is Phase.DECODE]
 
 
+@pytest.mark.budget(7)
 @pytest.mark.parametrize("keep", [1.0, 0.5])
 def test_every_logit_is_that_of_a_pass_of_its_own(engine, seen, keep):
     requests = [(messages, {**options, "max_tokens": 9, "keep": keep}) for messages, options in REQUESTS]

@@ -129,6 +129,7 @@ def wrong_reads(
     return wrong
 
 
+@pytest.mark.budget(3)
 @pytest.mark.parametrize("encoded", [False, True], ids=["as in slabs", "encoded"])
 @pytest.mark.parametrize("readback", [False, True], ids=["no readback", "a readback per layer"])
 def test_no_kernel_reads_a_wrong_byte_whatever_the_device_runs_first(readback, encoded, monkeypatch):

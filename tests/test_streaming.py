@@ -249,6 +249,7 @@ def test_the_next_layer_is_copied_hottest_first_and_what_its_router_does_not_cho
 
 
 # -- answers
+@pytest.mark.budget(4)
 def test_answers_of_streamed_passes_have_the_same_bits_and_say_so(seen, always):  # noqa: F811
     with vismoe.load(**LOADED) as engine:
         plain = Always.begin_pass

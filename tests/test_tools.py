@@ -361,6 +361,7 @@ def engine(folder):
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 
+@pytest.mark.budget(3)
 @pytest.mark.parametrize("how", [{}, {"sample": True, "temperature": 1.5, "seed": 3}])
 def test_the_model_calls_what_it_must_drafted_or_not(engine, how):
     for tools, names in ((Tools(BOTH, "get_weather", False), ["get_weather"]), (Tools((NOW,), "required", False), ["now"])):

@@ -247,6 +247,7 @@ def walk(seed: int, steps: int, bench: Bench) -> Bench:
     return bench
 
 
+@pytest.mark.budget(3)
 @pytest.mark.parametrize(
     ("slabs", "order", "threads"),
     [((2, 2), "lfu", 2), ((3, 2), "lru", 1), ((2, 5), "lfu", 2), ((9, 7), "lfu", 1), ((20, 24), "lfu", 3)],

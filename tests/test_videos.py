@@ -460,6 +460,7 @@ def ask(server, part, **more):
     return server.post({"messages": message(part), "max_tokens": 8, "temperature": 0, **more})
 
 
+@pytest.mark.budget(4)
 def test_the_server_answers_about_a_video_as_the_engine_does(server, engine):
     options = {**SMALL, "fps": 3}
     wanted = answer(engine, (clip(), options))

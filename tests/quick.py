@@ -1,0 +1,60 @@
+"""What `make test` leaves out of the suite, so that it takes minutes; `make test-all` runs everything.
+
+A test may take BUDGET_S with all its cases. Of one that takes longer, as many cases run as fit, drawn by a hash of their names;
+one of which not even a case fits is left out. The mark `budget` gives a test more: `@pytest.mark.budget(20)`. How long tests
+take stands in `seconds.json`, which `make QUICK= test PYTEST_ARGS=--store-seconds` writes; tests that are not in it run whole.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+BUDGET_S = 1.0
+STORED = Path(__file__).parent / "seconds.json"
+LEAST_S = 1.0  # what is stored
+
+
+def name_of(nodeid: str) -> str:
+    """A test without its case: `test_pager.py::test_a[1-b]`, wherever the suite was started, -> `test_pager.py::test_a`."""
+    return nodeid.partition("[")[0].rpartition("/")[2]
+
+
+def taken(cases: Sequence[str], seconds: float, budget_s: float) -> set[str]:
+    """The cases of a test that run where it may take so long, if all of them take `seconds`."""
+    running = len(cases) if seconds <= budget_s else int(budget_s / (seconds / len(cases)))
+    return set(sorted(cases, key=lambda name: crc32(name.encode()))[:running])
+
+
+def leave_out(items: list[Any]) -> list[Any]:
+    """Take the tests out of `items` that are too long for `make test`; returns them."""
+    seconds = json.loads(STORED.read_text())
+    tests = defaultdict(list)
+    for item in items:
+        tests[name_of(item.nodeid)].append(item)
+    running: set[str] = set()
+    for name, cases in tests.items():
+        mark = cases[0].get_closest_marker("budget")
+        running |= taken([case.nodeid for case in cases], seconds.get(name, 0.0), mark.args[0] if mark else BUDGET_S)
+    left_out = [item for item in items if item.nodeid not in running]
+    items[:] = [item for item in items if item.nodeid in running]
+    return left_out
+
+
+class Stopwatch:
+    """Sums up how long tests take."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when != "teardown":  # with the fixtures that it is the first to ask for
+            self.seconds[name_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Stores what ran, and keeps what did not."""
+        stored = json.loads(STORED.read_text()) | self.seconds
+        rounded = {name: round(seconds, 1) for name, seconds in sorted(stored.items()) if seconds >= LEAST_S}
+        STORED.write_text(json.dumps(rounded, indent=0) + "\n")

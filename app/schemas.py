@@ -303,7 +303,7 @@ class ResponseFormat(Strict):
 
 
 class PrecisionRequest(Strict):
-    """Ours: who decides the formats of experts, from which pair, and how large a share of those demanded gets the better one.
+    """Ours: what decides the formats of experts, from which pair, and how large a share of those demanded gets the better one.
 
     reuse: whether keys and values of an earlier request are taken over, and left for later ones. draft: what guesses the next
     tokens, of what the server was started with. grammar: what the answer follows, in llguidance's form of Lark.

@@ -197,9 +197,15 @@ class Visitor:
         self.page.get_by_role("button", name=fold).click()
 
     def keep(self, share: str) -> None:
+        """Types it until it stays: gradio writes the first value into a field once more, soon after its fold was opened."""
         number = self.page.get_by_label("number input for Picture detail")
-        number.fill(share)
-        number.press("Tab")
+        for _ in range(20):
+            number.fill(share)
+            number.press("Tab")
+            self.page.wait_for_timeout(500)
+            if number.input_value() == share:
+                return
+        raise AssertionError(f"the field does not keep {share}: {number.input_value()}")
 
     def choose(self, setting: str, option: str) -> None:
         self.page.locator(f"#{setting} input").click()

@@ -118,7 +118,7 @@ class PagedTensor:
         return self._bound.get((layer, expert))
 
     def window(self, layer: int) -> torch.Tensor:
-        """uint8 `[E, nbytes]` with the experts of a layer, while this is open; who touches one that is not bound crashes. Take
+        """uint8 `[E, nbytes]` with the experts of a layer, while this is open; touching one that is not bound crashes. Take
         views of it for other types: `window(layer).view(torch.bfloat16).unflatten(1, (rows, columns))`."""
         whole = self._memory.tensor(self._offset(layer, 0), self.experts * self.place_bytes)
         return whole.view(self.experts, self.place_bytes)[:, : self.nbytes]

@@ -556,7 +556,7 @@ std::int32_t compute_rows(void (*Kernels::*compute)(const T&, std::size_t, std::
 
 std::size_t bytes_of(Dtype dtype) { return dtype == kFp32 ? 4 : 2; }
 
-// Attention of one token of each row. A task is a part of the tokens of one key head; whoever ends the last part of a head merges
+// Attention of one token of each row. A task is a part of the tokens of one key head; the one that ends the last part of a head merges
 // them. How tokens are cut into parts depends on their number only.
 class AttentionJob : public Job {
  public:

@@ -44,7 +44,7 @@ class LiveMemory(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch wraps `__torch_dispatch__` against being compiled, which nobody does here, and each call takes a third longer."""
+        """torch wraps `__torch_dispatch__` against being compiled, which does not happen here; each call takes a third longer."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 def give_forward(found: Iterable[tuple[Any, ...]], forward: Callable[..., Any]) -> int:
     """Let each `(module, *more)` compute by `forward(reference, *more, ...)`; returns how many these are. The reference is weak:
     a cycle would keep a model in memory that nothing else holds."""
-    served = list(found)  # first: whoever looks for them may look for modules that have no forward of their own
+    served = list(found)  # first: a search for them may look for modules that have no forward of their own
     for module, *more in served:
         module.forward = partial(forward, weakref.ref(module), *more)
     return len(served)

@@ -48,11 +48,6 @@ class DraftFigures:
     verify_seconds: float
     lengths: dict[str, list[int]] = field(default_factory=dict)  # by what drafted: how many rounds drafted 1, 2, ... tokens
 
-    @property
-    def tokens_per_round(self) -> float | None:
-        """Tokens that a round came to, the one that the model says after the accepted ones included."""
-        return 1 + self.accepted / self.rounds if self.rounds else None
-
 
 @dataclass(frozen=True)
 class Figures:

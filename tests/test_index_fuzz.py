@@ -86,3 +86,13 @@ def test_an_edited_index_with_a_valid_checksum_is_refused_or_says_the_same(store
     ours = read_index(folder, format)
     assert ours.to_json() | {"records": 0} == value | {"records": 0}
     assert [record[:3] for record in wrong["records"]] == [record[:3] for record in value["records"]]  # a checksum may differ
+
+
+def test_an_index_whose_own_checksum_is_wrong_is_refused(stores):
+    """A record's checksum is a number that nothing else contradicts."""
+    checkpoint, folder, value = stores[Format.RAW]
+    *place, checksum = value["records"][0]
+    wrong = value | {"records": [[*place, checksum ^ 1], *value["records"][1:]]}
+    index_path(folder, Format.RAW).write_text(json.dumps(wrong))
+    with pytest.raises(CheckpointError, match="its checksum is wrong"):
+        checkpoint.open(folder, Format.RAW)

@@ -57,6 +57,16 @@ def test_the_common_beginning_is_as_long_as_it_is(one, other):
     assert common(np.array(one), np.array(other)) == slow
 
 
+@given(ids.filter(len), ids.filter(len))
+def test_a_sequence_takes_the_place_of_what_it_went_on_from_and_of_nothing_else(one, other):
+    """Also where the last token alone differs."""
+    books = PrefixCache()
+    books.keep(prefix(one))
+    books.keep(prefix(other))
+    kept = [list(each.numbers) for each in books._kept]
+    assert kept == ([other] if other[: len(one)] == one else [one, other])
+
+
 def test_the_longest_beginning_is_taken_and_leaves_one_token_to_compute():
     books, long = PrefixCache(), list(range(100, 140))
     books.keep(prefix(long[:20] + [7, 8]))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from demo_recipe.batches import Batch, Mixture, Writer, attention_mask, make_batch, positions
 from demo_recipe.files import build_config, build_tokenizer, write_files
+from demo_recipe.growth import grow, grown_config
 from demo_recipe.network import Inside, TrainingNetwork, linear
 from demo_recipe.optimizer import optimizers
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3VLMoeForConditionalGeneration
 
-from vismoe.eval.scenes import WORLD, Difficulty
+from vismoe.eval.scenes import GALLERY, GALLERY_PX, WORLD, Difficulty
 from vismoe.eval.world import DIGITS, LETTERS, NOUNS, POSITIONS, plural
 
 SEED = 2026
@@ -59,11 +60,12 @@ class Stage:
     lr: tuple[float, float]
     mixture: Mixture = field(default_factory=Mixture)
     seeing_only: bool = False
-    frozen_eyes: bool = False  # the vision tower does not change, and the temporary heads are not trained
+    frozen_eyes: bool = False  # the vision tower does not change; the temporary heads learn only in a stage of seeing
     seeing_weight: float = 0.3
     naming_weight: float = 0.0
     placing_weight: float = 0.0
     balance_weight: float = 0.003
+    spread_weight: float = 0.0
     adam_share: float = 0.3  # AdamW's learning rate as a share of Muon's: routers and embeddings need less
 
     def rate(self, step: int) -> float:
@@ -124,6 +126,20 @@ TALK_STAGES = (
     Stage("greet", 400, 12, (3e-4, 2e-5), GREET, frozen_eyes=True),
     Stage("follow", 400, 12, (4e-4, 2e-5), FOLLOW, frozen_eyes=True),
     Stage("go on", 500, 12, (4e-4, 2e-5), GO_ON, frozen_eyes=True),
+)
+
+
+# The larger model, from the file of the stages above (`--grow`): its eyes learn the other domains, then the rest follows, with
+# pictures of 256 visual tokens and experts that specialise (`spread_weight`, network.spread_above).
+LOOK = Mixture(GALLERY, bins=0, side_px=GALLERY_PX)
+SHOW = replace(GREET, difficulty=GALLERY, side_px=GALLERY_PX, pair_share=0.1, other_size_share=0.1, triple_share=0.08)
+SHOW_ON = replace(SHOW, kinds=GO_ON.kinds, bins=3, bin_tokens=128)
+GROW_STAGES = (
+    Stage("point", 60, 8, (3e-3, 3e-3), LOOK, seeing_only=True, frozen_eyes=True, adam_share=1.0),
+    Stage("look", 240, 8, (8e-4, 3e-4), LOOK, seeing_only=True, adam_share=0.5),
+    Stage("look on", 200, 8, (5e-4, 5e-5), LOOK, seeing_only=True, adam_share=0.5),
+    Stage("show", 800, 10, (1.6e-3, 6e-4), SHOW, frozen_eyes=True, balance_weight=0.02, spread_weight=0.1),
+    Stage("show on", 350, 10, (6e-4, 2e-5), SHOW_ON, frozen_eyes=True, balance_weight=0.02, spread_weight=0.1),
 )
 
 
@@ -244,13 +260,12 @@ class Trainer:
             self.save()
 
     def loss(self, batch: Batch, stage: Stage, log: "Log") -> Tensor:
-        if stage.frozen_eyes:
-            with torch.no_grad():
-                features = self.network.see(batch.pixels)
+        with torch.set_grad_enabled(not stage.frozen_eyes):
+            features = self.network.see(batch.pixels)
+        if stage.frozen_eyes and not stage.seeing_only:
             answer_loss, inside = self.answer(batch, features, stage, log)
-            log.add(loss=answer_loss.item(), balance=inside.balance_loss.item())
-            return answer_loss + stage.balance_weight * inside.balance_loss
-        features = self.network.see(batch.pixels)
+            log.add(loss=answer_loss.item(), balance=inside.balance_loss.item(), spread=inside.spread.item())
+            return answer_loss + stage.balance_weight * inside.balance_loss + stage.spread_weight * inside.spread
         seeing, right = self.heads.loss(features, batch.seen)
         log.add(seeing=seeing.item(), noun=right[0].item(), glyph=right[1:].mean().item())
         if stage.seeing_only:
@@ -316,13 +331,18 @@ class Trainer:
 class Shared:
     """Data that the workers share: the model, the temporary heads, and one gradient buffer per worker and parameter."""
 
-    def __init__(self, workers: int, device: str, begin_with: Path | None = None) -> None:
+    def __init__(self, workers: int, device: str, begin_with: Path | None = None, larger: bool = False) -> None:
         torch.manual_seed(SEED)
-        self.stages: tuple[Stage, ...] = TALK_STAGES if begin_with else STAGES
-        self.first_batches = len(STAGES) if begin_with else 0
-        self.model = Qwen3VLMoeForConditionalGeneration(build_config(build_tokenizer())).float().to(device)
-        if begin_with:
-            take_over(self.model, build_tokenizer(), begin_with)
+        before = len(STAGES) if begin_with else 0
+        self.stages: tuple[Stage, ...] = GROW_STAGES if larger else TALK_STAGES if begin_with else STAGES
+        self.first_batches = before + len(TALK_STAGES) if larger else before
+        tokenizer = build_tokenizer()
+        config = grown_config(tokenizer) if larger else build_config(tokenizer)
+        self.model = Qwen3VLMoeForConditionalGeneration(config).float().to(device)
+        if larger and begin_with:
+            grow(Qwen3VLMoeForConditionalGeneration.from_pretrained(begin_with, dtype=torch.float32), self.model, SEED)
+        elif begin_with:
+            take_over(self.model, tokenizer, begin_with)
         vision = self.model.config.vision_config
         self.heads = SeeingHeads(1 + len(vision.deepstack_visual_indexes), vision.out_hidden_size).to(device)
         self.gradients = [[torch.zeros_like(parameter) for _, parameter in self.parameters()] for _ in range(workers)]
@@ -428,10 +448,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "vismoe" / "train", help="state, log and result")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--talk", type=Path, metavar="MODEL", help="continue from a trained model, with the stages of talk")
+    parser.add_argument("--grow", type=Path, metavar="MODEL", help="make the larger model from the trained small one")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     workers = WORKERS if arguments.device == "cpu" else 1
-    shared = Shared(workers, arguments.device, arguments.talk)
+    shared = Shared(workers, arguments.device, arguments.grow or arguments.talk, larger=arguments.grow is not None)
     if workers == 1:
         return work_on(0, 1, shared, arguments.work, arguments.device, None)
     os.environ.update(CALM_MALLOC)

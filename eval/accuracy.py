@@ -112,16 +112,17 @@ def evaluate(
     kinds: Sequence[str] = KINDS,
     together: int = 16,
     progress: Progress | None = None,
+    world: str = "demo",
 ) -> dict[str, Any]:
-    """Ask n questions of each kind about held-out scenes, so many at once.
+    """Ask n questions of each kind about held-out scenes of one of the WORLDS, so many at once.
 
-    -> {"seed", "n", "kinds": {kind: {"mean", "low", "high", "questions"}}, "routing": [one row per MoE layer],
+    -> {"seed", "n", "world", "kinds": {kind: {"mean", "low", "high", "questions"}}, "routing": [one row per MoE layer],
     "answers": [{"kind", "question", "truth", "answer", "score"}]}. The same seed always gives the same questions.
     """
     unknown = set(kinds) - set(KINDS + FORMS)
     if unknown:
         raise ValueError(f"no such kinds of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS + FORMS)}")
-    talks = {(kind, number): talk for kind in kinds for number, talk in enumerate(questions(kind, range(n), seed))}
+    talks = {(kind, number): talk for kind in kinds for number, talk in enumerate(questions(kind, range(n), seed, world))}
     rows = dict[Key, dict[str, Any]]()
     with routing_counted(engine.model) as used:
         for key, reply in answered(engine, ((key, partial(ask, engine, talk)) for key, talk in talks.items()), together):
@@ -131,6 +132,7 @@ def evaluate(
     return {
         "seed": seed,
         "n": n,
+        "world": world,
         "kinds": {kind: asdict(accuracy([row["score"] for row in rows.values() if row["kind"] == kind])) for kind in kinds},
         "routing": [_routing_row(layer, count) for layer, count in enumerate(used.values())],
         "answers": [rows[key] for key in talks],

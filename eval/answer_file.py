@@ -19,6 +19,7 @@ from rich.progress import Progress
 
 from vismoe.errors import InputError
 from vismoe.eval.questions import KINDS, Conversation, conversation
+from vismoe.eval.scenes import WORLDS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -64,6 +65,7 @@ def answer_all(
     per_kind: int,
     size: int,
     seed: int,
+    world: str,
     ask: Callable[[Key, list[Conversation], list[Contestant]], Iterable[tuple[Contestant, list[Row]]]],
 ) -> tuple[list[str], dict[Contestant, list[Row]]]:
     """Asks every contestant the questions that its file lacks, `size` questions together, and stores each answer at once.
@@ -75,7 +77,7 @@ def answer_all(
         task = bar.add_task("questions", total=per_kind * len(KINDS))
         for keys in batches(per_kind, size):
             missing = [contestant for contestant, file in files.items() if not file.rows.keys() >= set(keys)]
-            talks = questions(keys[0][0], [number for _, number in keys], seed) if missing else []
+            talks = questions(keys[0][0], [number for _, number in keys], seed, world) if missing else []
             for contestant, rows in ask(keys[0], talks, missing) if missing else ():
                 files[contestant].add(dict(zip(keys, rows, strict=True)))
             bar.advance(task, len(keys))
@@ -96,9 +98,10 @@ def _code(module: ModuleType) -> str:
     return ast.dump(tree)
 
 
-def questions(kind: str, numbers: Sequence[int], seed: int) -> list[Conversation]:
-    """Held-out conversations; the same seed always gives the same ones."""
-    return [conversation(kind, "held-out", seed * 1_000_000 + number) for number in numbers]
+def questions(kind: str, numbers: Sequence[int], seed: int, world: str = "demo") -> list[Conversation]:
+    """Held-out conversations about pictures of one of the WORLDS; the same seed always gives the same ones."""
+    side, difficulty = WORLDS[world]
+    return [conversation(kind, "held-out", seed * 1_000_000 + number, (side, side), difficulty) for number in numbers]
 
 
 def batches(per_kind: int, size: int) -> Iterator[list[Key]]:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from vismoe.errors import VisMoEError
 from vismoe.eval.questions import KINDS
+from vismoe.eval.scenes import WORLDS
 from vismoe.flags import SuggestingParser
 
 
@@ -73,6 +74,7 @@ def run_on_questions(
 
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the held-out scenes (default: 0)")
+    parser.add_argument("--world", choices=WORLDS, default="demo", help="the pictures of the questions (default: demo)")
     parser.add_argument("--work", type=Path, default=work, metavar="DIR", help=f"{work_help} (default: {work})")
     if draw is not None:
         parser.add_argument("--figures", type=Path, metavar="DIR", help="folder for the plots")

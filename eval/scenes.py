@@ -7,12 +7,13 @@ Pillow, never torch.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from PIL import Image, ImageDraw, ImageFont
 
+from vismoe.eval.domains import DOMAINS, Domain, backdrop, in_style
 from vismoe.eval.world import DIGITS, LETTERS, NOUNS, POSITIONS, PRINTED_WORDS, assets_folder
 
 Split = Literal["train", "held-out"]
@@ -100,6 +101,8 @@ class Scene:
     marks: tuple[Mark, ...]
     items: tuple[Item, ...]
     label: Label | None
+    domain: Domain = "icons"
+    key: str = ""  # of the backdrop, where its domain draws one
 
     def count(self, noun: str) -> int:
         return sum(item.noun == noun for item in self.items)
@@ -124,9 +127,17 @@ class Difficulty:
     text_length: tuple[int, int] = (3, 6)
     word_share: float = 0.6
     marks: tuple[int, int] = (0, 6)
+    domains: tuple[Domain, ...] = ("icons",)
 
 
 WORLD = Difficulty()
+GALLERY = Difficulty(side_px=(56, 128), marks=(0, 12), domains=DOMAINS)  # for pictures of GALLERY_PX
+GALLERY_PX = 512
+WORLDS: dict[str, tuple[int, Difficulty]] = {  # side of the pictures in pixels, and what is in them
+    "demo": (BASE_PX, WORLD),
+    "gallery": (GALLERY_PX, GALLERY),
+    **{domain: (GALLERY_PX, replace(GALLERY, domains=(domain,))) for domain in DOMAINS},
+}
 
 
 def scene_random(split: Split, seed: int, purpose: str = "scene") -> random.Random:
@@ -142,7 +153,8 @@ def random_scene(split: Split, seed: int, size: tuple[int, int] = (BASE_PX, BASE
     places = sorted(rng.sample(free, len(nouns)))
     items = tuple(_random_item(rng, noun, place, size, difficulty) for noun, place in zip(nouns, places, strict=True))
     marks = tuple(_random_mark(rng, size) for _ in range(rng.randint(*difficulty.marks)))
-    return Scene(*size, _random_background(rng), marks, items, label)
+    background = _random_background(rng)
+    return Scene(*size, background, marks, items, label, rng.choice(difficulty.domains), f"{split} {seed}")
 
 
 def _random_nouns(rng: random.Random, difficulty: Difficulty) -> list[str]:
@@ -205,10 +217,10 @@ def _random_mark(rng: random.Random, size: tuple[int, int]) -> Mark:
 
 
 @lru_cache(maxsize=4096)
-def _sprite(noun: str, side: int) -> Image.Image:
+def _sprite(noun: str, side: int, domain: Domain) -> Image.Image:
     path = assets_folder() / "sprites" / f"{noun}.png"
     with Image.open(path) as picture:
-        return picture.convert("RGBA").resize((side, side), Image.Resampling.BILINEAR, reducing_gap=None)
+        return in_style(domain, picture.convert("RGBA").resize((side, side), Image.Resampling.BILINEAR, reducing_gap=None))
 
 
 @lru_cache(maxsize=64)
@@ -237,12 +249,14 @@ def _backdrop(background: Background, size: tuple[int, int]) -> Image.Image:
 
 def compose(scene: Scene) -> Image.Image:
     """Paint a scene: background, clutter, icons, then the text on its plate. RGB, scene.width x scene.height."""
-    picture = _backdrop(scene.background, (scene.width, scene.height)).copy()
+    size = (scene.width, scene.height)
+    plain = scene.domain == "icons"
+    picture = (_backdrop(scene.background, size) if plain else backdrop(scene.domain, scene.key, size)).copy()
     draw = ImageDraw.Draw(picture)
     for mark in scene.marks:
         _paint_mark(draw, mark)
     for item in scene.items:
-        sprite = _sprite(item.noun, item.side)
+        sprite = _sprite(item.noun, item.side, scene.domain)
         picture.paste(sprite, item.box[:2], sprite)
     if scene.label is not None:
         _paint_label(draw, scene.label)

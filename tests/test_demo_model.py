@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from vismoe.eval.questions import KINDS, conversation, every_word
-from vismoe.eval.scenes import compose, random_scene
+from vismoe.eval.scenes import GALLERY, compose, random_scene
 from vismoe.eval.world import assets_folder
 from vismoe.models.inputs.processor import load_processor
 
@@ -151,3 +152,44 @@ def test_pictures_are_cut_as_the_processor_cuts_them(processor, monkeypatch) -> 
     theirs = processor.image_processor(images=[picture], return_tensors="pt")["pixel_values"].view(-1, 3, 2, 256)
     torch.testing.assert_close(ours.view(-1, 3, 256), theirs[:, :, 0], atol=1e-5, rtol=0)
     assert Path(DEMO / "preprocessor_config.json").exists()
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """Modules of the recipe by name."""
+    monkeypatch.syspath_prepend(str(assets_folder()))
+    return lambda name: pytest.importorskip(f"demo_recipe.{name}", reason="the recipe is not part of the wheel")
+
+
+@torch.no_grad()
+def test_the_larger_model_begins_as_the_small_ones_function(model, processor, recipe, monkeypatch) -> None:
+    """With all parts of each chosen expert, and routers that do not tell parts apart, the logits are the small model's."""
+    growth, files = recipe("growth"), recipe("files")
+    monkeypatch.setattr(growth, "CHOICES", growth.SPLIT * model.config.text_config.num_experts_per_tok)
+    monkeypatch.setattr(growth, "ROUTER_NOISE", 0.0)
+    large = type(model)(growth.grown_config(files.build_tokenizer())).float().eval()
+    text = large.config.text_config
+    assert (text.num_hidden_layers, text.num_experts, text.moe_intermediate_size) == (16, 128, 16)
+    growth.grow(model, large, seed=1)
+    chat = [{"role": "user", "content": [{"type": "image", "image": compose(random_scene("held-out", 5))}]}]
+    inputs = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    torch.testing.assert_close(large(**inputs).logits, model(**inputs).logits, atol=2e-3, rtol=1e-3)
+
+
+def test_a_prompt_is_spread_as_far_as_the_experts_of_its_groups(recipe) -> None:
+    network = recipe("network")
+    experts = 128
+    one = torch.nn.functional.one_hot(torch.arange(64), experts).float()
+    even, group = torch.full((64, experts), 1 / experts), torch.arange(64) // 32
+    assert network.spread_above(even, group) == pytest.approx(1 - network.MOST_SPREAD)
+    assert network.spread_above(one, group) == pytest.approx(np.log(32) / np.log(experts) - network.MOST_SPREAD, abs=1e-5)
+    assert network.spread_above(one, torch.arange(64)) == 0  # every token a group of its own
+
+
+def test_batches_of_the_gallery_are_larger_pictures_of_all_domains(recipe) -> None:
+    batches = recipe("batches")
+    writer = batches.Writer(AutoTokenizer.from_pretrained(DEMO))
+    mixture = batches.Mixture(GALLERY, bins=1, side_px=512)
+    batch, pair = (batches.make_batch(writer, each, 1, 4) for each in (mixture, replace(mixture, pair_share=1.0)))
+    assert batch.pixels.shape == (4, 512, 512, 3) and batch.seen.shape == (4, 256, 3)
+    assert pair.pixels.shape == (4, 512, 512, 3) and len(pair.bins) == 2  # as many pictures, in pairs

@@ -217,16 +217,16 @@ class Stub:
 def test_a_whole_trace_is_recorded_once_and_a_part_of_one_anew(tmp_path, monkeypatch):
     contestant = PruningContestant(Pruning(0.5), 3)
     with pytest.raises(KeyboardInterrupt):
-        recorded(Stub(monkeypatch, stop_at=2), contestant, "what", 25, 0, tmp_path)
+        recorded(Stub(monkeypatch, stop_at=2), contestant, "what", 25, 0, "demo", tmp_path)
     (part,) = tmp_path.iterdir()
     engines = Stub(monkeypatch)
-    trace = recorded(engines, contestant, "what", 25, 0, tmp_path)
+    trace = recorded(engines, contestant, "what", 25, 0, "demo", tmp_path)
     assert engines.asked == 3 and [len(step.kinds) for step in trace] == [10, 10, 5]
     assert len(list(tmp_path.iterdir())) == 1 and part.name == f"{trace.path.name}.partial"
-    assert len(recorded(engines, contestant, "what", 25, 0, tmp_path)) == 3 and engines.asked == 3
-    recorded(engines, contestant, "what", 25, 1, tmp_path)  # other questions
-    recorded(engines, contestant, "where", 25, 0, tmp_path)
-    recorded(engines, dataclasses.replace(contestant, prune_layer=2), "what", 25, 0, tmp_path)
+    assert len(recorded(engines, contestant, "what", 25, 0, "demo", tmp_path)) == 3 and engines.asked == 3
+    recorded(engines, contestant, "what", 25, 1, "demo", tmp_path)  # other questions
+    recorded(engines, contestant, "where", 25, 0, "demo", tmp_path)
+    recorded(engines, dataclasses.replace(contestant, prune_layer=2), "what", 25, 0, "demo", tmp_path)
     assert engines.asked == 12 and len(list(tmp_path.iterdir())) == 4
 
 

@@ -266,11 +266,11 @@ def test_attention_received_is_what_the_engine_hears(experts, processor, talks, 
 def test_experts_are_ordered_by_other_questions_seen_token_by_token(experts, processor, monkeypatch):
     asked = []
     monkeypatch.setattr(precision_judge, "questions", lambda *each: asked.append(each) or questions(*each))
-    steps = [step for question in calibration(experts, processor, 4, 1) for step in question]
-    assert [(list(numbers), seed) for _, numbers, seed in asked] == [([0], 5)] * 9
+    steps = [step for question in calibration(experts, processor, 4, "demo", 1) for step in question]
+    assert [(list(numbers), seed, world) for _, numbers, seed, world in asked] == [([0], 5, "demo")] * 9
     tokens = [len(step[0][0]) for step in steps]
     assert set(tokens[1:]) >= {1} and sum(tokens) > 9 * 80
-    orders = orders_of(experts, processor, 4, 1, (1, 2))
+    orders = orders_of(experts, processor, 4, "demo", 1, (1, 2))
     assert orders.keys() == {(HOTNESS, 0), (COUNTS, 0), (RANDOM, 1), (RANDOM, 2)}
     assert (orders[COUNTS, 0].sum(axis=1) == 4 * sum(tokens)).all()
     scores = np.zeros(32)

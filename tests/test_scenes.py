@@ -1,15 +1,17 @@
 """The demo world against its promises: same seed same picture, splits never meet, answers follow from scenes, fair scores."""
 
 import hashlib
+import re
 import subprocess
 import sys
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 
+from vismoe.eval.domains import DOMAINS
 from vismoe.eval.questions import ASK, FORMS, KINDS, QuestionTurn, conversation, every_word
-from vismoe.eval.scenes import WORLD, compose, random_scene, scene_random
+from vismoe.eval.scenes import GALLERY, WORLD, compose, random_scene, scene_random
 from vismoe.eval.scoring import accuracy, character_accuracy, place, printed, score
 from vismoe.eval.world import NOUNS, POSITIONS, assets_folder
 
@@ -34,7 +36,21 @@ def test_the_world_is_the_one_that_the_committed_model_was_trained_on() -> None:
     """A hash over the values of scenes and questions: changing the generator means training again."""
     talks = [astuple(conversation(kind, "held-out", 1)) for kind in KINDS + FORMS]
     told = repr((talks, [astuple(random_scene("held-out", seed)) for seed in SEEDS]))
+    told = re.sub(r", 'icons', 'held-out \d+'\)", ")", told)  # plain backdrops are in the values
     assert hashlib.sha256(told.encode()).hexdigest()[:16] == "2b822494e6fe3a5d"
+
+
+def test_every_domain_draws_the_same_scene_its_own_way_and_the_same_way_twice() -> None:
+    scene = replace(random_scene("held-out", 3, (320, 256), GALLERY), domain="icons")
+    pictures = {domain: np.asarray(compose(replace(scene, domain=domain)), np.float32) for domain in DOMAINS}
+    assert {picture.shape for picture in pictures.values()} == {(256, 320, 3)}
+    for domain, picture in pictures.items():
+        assert np.array_equal(picture, np.asarray(compose(replace(scene, domain=domain)), np.float32))
+        others = [np.abs(picture - other).mean() for name, other in pictures.items() if name != domain]
+        assert min(others) > 15, domain
+        if domain != "icons":
+            assert np.abs(picture - np.asarray(compose(replace(scene, domain=domain, key="train 3")), np.float32)).mean() > 1
+    assert {random_scene("train", seed, (512, 512), GALLERY).domain for seed in SEEDS} == set(DOMAINS)
 
 
 def test_training_and_held_out_scenes_differ_for_every_seed() -> None:

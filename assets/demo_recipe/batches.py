@@ -64,6 +64,7 @@ class Mixture:
     pair_share: float = 0.0
     other_size_share: float = 0.0
     triple_share: float = 0.0
+    side_px: int = BASE_PX  # of most pictures
     preamble_share: float = 0.0  # of the batches: a system prompt, or a greeting and its answer, before everything
 
 
@@ -211,7 +212,9 @@ def make_batch(writer: Writer, mixture: Mixture, number: int, rows: int) -> Batc
     other = mixture.pair_share <= draw < mixture.pair_share + mixture.other_size_share
     if draw > 1 - mixture.triple_share:
         images, rows = 3, rows // 2
-    size = rng.choice(OTHER_SIZES) if other else (BASE_PX, BASE_PX)
+    if images > 1 and mixture.side_px > BASE_PX:
+        rows //= 2
+    size = rng.choice(OTHER_SIZES) if other else (mixture.side_px, mixture.side_px)
     before = preamble(rng, mixture)
     pictures = [_scenes(rng, mixture.difficulty, number * 1024 + row * max(2, images), images, size) for row in range(rows)]
     filled = [_fill(rng, writer, mixture, scenes) for scenes in pictures]

@@ -8,6 +8,7 @@ Shapes: B pictures rows, N images per row, V visual tokens per image, P prefix t
 T = B*S tokens, E experts, K chosen, I expert width. Matrix products in bfloat16 with float32 master weights, the rest in float32.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -36,6 +37,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 MIDDLE_LAYER = 4
+MOST_SPREAD = 0.6  # about 18 of 128 experts
 BLOCK_ROWS = 64  # an expert's rows are padded to a multiple of this, because oneDNN compiles a kernel per matrix shape
 
 
@@ -125,10 +127,12 @@ def _weight_gradient(grad: Tensor, rows: Tensor, bounds: list[int]) -> Tensor:
 class Inside:
     """Intermediate results of one forward pass: the balancing loss, tokens per expert [layers, E], and the bins half way up.
 
-    middle: [B, G, L, H] after MIDDLE_LAYER.
+    spread: how many experts a prompt's visual tokens, or its text, are spread over, as an entropy: 0 for one expert, 1 for all
+    alike; the mean of what is above MOST_SPREAD. middle: [B, G, L, H] after MIDDLE_LAYER.
     """
 
     balance_loss: Tensor
+    spread: Tensor
     load: Tensor
     middle: Tensor
 
@@ -193,20 +197,22 @@ class TrainingNetwork(nn.Module):
         where[: len(prefix)] = visible
         x = torch.index_copy(x, 1, where.nonzero()[:, 0], features[0])
         cos, sin = language.rotary_emb(x, positions)
-        losses, loads = [], []
+        groups_of = (torch.arange(rows, device=ids.device)[:, None] * 2 + where).flatten()  # [T]: of a picture, and of its text
+        losses, spreads, loads = [], [], []
         for index, layer in enumerate(language.layers):
             x = x + self._attend(layer.self_attn, rms_norm(x, layer.input_layernorm.weight), cos, sin, mask, len(prefix), groups)
             normed = rms_norm(x, layer.post_attention_layernorm.weight)
-            out, loss, load = self._route(layer.mlp, normed.view(-1, normed.shape[-1]), real.flatten())
+            out, loss, spread, load = self._route(layer.mlp, normed.view(-1, normed.shape[-1]), real.flatten(), groups_of)
             x = x + out.view_as(x)
             losses.append(loss)
+            spreads.append(spread)
             loads.append(load)
             if index == MIDDLE_LAYER:
                 middle = x[:, len(prefix) :].view(rows, groups, length, -1)
             if index < len(features) - 1:
                 x = torch.index_add(x, 1, where.nonzero()[:, 0], features[index + 1])
         x = rms_norm(x[:, len(prefix) :], language.norm.weight).view(rows, groups, length, -1)
-        return x, Inside(torch.stack(losses).mean(), torch.stack(loads), middle)
+        return x, Inside(torch.stack(losses).mean(), torch.stack(spreads).mean(), torch.stack(loads), middle)
 
     def _attend(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, prefix: int, groups: int) -> Tensor:
         rows, length = x.shape[:2]
@@ -226,7 +232,7 @@ class TrainingNetwork(nn.Module):
         out = torch.cat((first, later), dim=2).transpose(1, 2).reshape(rows, length, -1)
         return linear(out, attention.o_proj.weight)
 
-    def _route(self, block: Any, x: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _route(self, block: Any, x: Tensor, real: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         probability = F.linear(x, block.gate.weight).softmax(-1)  # [T, E]
         weight, index = probability.topk(self.text.num_experts_per_tok, dim=-1)
         weight = weight / weight.sum(-1, keepdim=True)
@@ -234,7 +240,20 @@ class TrainingNetwork(nn.Module):
         experts, total = probability.shape[1], real.sum()
         load = torch.bincount(index[real].flatten(), minlength=experts).float()
         mean = (probability * real[:, None]).sum(0) / total
-        return out, experts * (load / load.sum() * mean).sum(), load
+        return out, experts * (load / load.sum() * mean).sum(), spread_above(probability[real], group[real]), load
+
+
+def spread_above(probability: Tensor, group: Tensor) -> Tensor:
+    """probability [T, E], group [T] -> the mean over groups of the entropy of their mean probability, above MOST_SPREAD.
+
+    With the balancing loss over a mixed batch this maximises the information between a prompt and its experts, as in Mod-Squad
+    (arXiv 2212.08066): experts specialise, and one prompt needs few of them.
+    """
+    count = torch.bincount(group)
+    sums = probability.new_zeros(len(count), probability.shape[1]).index_add(0, group, probability)
+    mean = sums[count > 0] / count[count > 0, None]
+    entropy = -(mean * mean.clamp(min=1e-9).log()).sum(1) / math.log(probability.shape[1])
+    return (entropy - MOST_SPREAD).clamp(min=0).mean()
 
 
 def _bins(x: Tensor, prefix: int, groups: int) -> Tensor:

@@ -81,7 +81,7 @@ Prompts = Sequence[Sequence[LayerLoad]]  # [prompts][MoE layers]
 Values = dict[str, np.ndarray]  # by measure
 
 
-def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path) -> dict[str, Any]:
+def measure(model_path: str, study: str, per_kind: int, seed: int, world: str, folder: Path) -> dict[str, Any]:
     """All results, as the object that is printed last."""
     engines = Engines(model_path)
     try:
@@ -92,7 +92,7 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("prompts", total=len(contestants) * len(KINDS) * per_kind)
             for contestant, kind in itertools.product(contestants, KINDS):
-                traces[contestant].steps.extend(alone(recorded(engines, contestant, kind, per_kind, seed, folder)))
+                traces[contestant].steps.extend(alone(recorded(engines, contestant, kind, per_kind, seed, world, folder)))
                 bar.advance(task, per_kind)
     finally:
         engines.close()
@@ -100,6 +100,7 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
         "model": model_path,
         "study": study,
         "seed": seed,
+        "world": world,
         "questions": per_kind * len(KINDS),
         "prune_layer": engines.prune_layer,
         "budget": BUDGET,
@@ -108,9 +109,11 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
     }
 
 
-def recorded(engines: Engines, contestant: PruningContestant, kind: str, count: int, seed: int, folder: Path) -> Trace:
+def recorded(
+    engines: Engines, contestant: PruningContestant, kind: str, count: int, seed: int, world: str, folder: Path
+) -> Trace:
     """The routing of one contestant's prefills of `count` questions of one kind; recorded unless the folder has it."""
-    belongs_to = [engines.fingerprint, program_of(contestant), asdict(contestant), kind, count, seed]
+    belongs_to = [engines.fingerprint, program_of(contestant), asdict(contestant), kind, count, seed, world]
     digest = hashlib.sha256(json.dumps(belongs_to).encode()).hexdigest()
     path = folder / f"{str(contestant).replace(', ', '-').replace(' ', '-')}-{kind}-{digest[:16]}"
     if path.exists():
@@ -122,7 +125,7 @@ def recorded(engines: Engines, contestant: PruningContestant, kind: str, count: 
     with recording(runtime_of(engines.of(contestant).model), writer):
         for first in range(0, count, BATCH):
             writer.request(f"{kind} {first}")
-            talks = questions(kind, range(first, min(count, first + BATCH)), seed)
+            talks = questions(kind, range(first, min(count, first + BATCH)), seed, world)
             engines.answers(contestant, prompts(engines.processor, talks), draw_of((kind, first)), most_tokens=1)
     return Trace.open(partial.rename(path))
 

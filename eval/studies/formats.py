@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText
 
-from vismoe.eval import accuracy, scoring, world
+from vismoe.eval import accuracy, domains, scoring
 from vismoe.eval import questions as asking
+from vismoe.eval import world as vocabulary
 from vismoe.eval.answer_file import AnswerFile, answer_all, program_digest, questions
 from vismoe.eval.paired import paired_difference, points, ratio_of_sums, spread
 from vismoe.eval.questions import KINDS
@@ -38,10 +39,10 @@ BATCH = 45  # questions answered together
 OUTPUT_ERROR_QUESTIONS = 4  # of each kind, for the error of expert outputs
 FOLDER = Path(tempfile.gettempdir()) / "vismoe-formats"
 
-PROGRAM = (accuracy, format_quality, asking, scoring, world)
+PROGRAM = (accuracy, format_quality, asking, scoring, vocabulary, domains)
 
 
-def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int, folder: Path) -> dict[str, Any]:
+def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int, world: str, folder: Path) -> dict[str, Any]:
     """All results, as the object that is printed last."""
     contestants = [SIXTEEN_BIT, *(FormatContestant(format, nearest) for format in formats for nearest in (False, True))]
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="auto", experts_implementation="eager").eval()
@@ -50,17 +51,20 @@ def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int
     program = program_digest(PROGRAM)
     kept = {
         contestant: AnswerFile(
-            folder, str(contestant), {"weights": weights.digest(contestant), "program": program, "seed": seed}, Judged
+            folder,
+            str(contestant),
+            {"weights": weights.digest(contestant), "program": program, "seed": seed, "world": world},
+            Judged,
         )
         for contestant in contestants
     }
 
     kinds, table = answer_all(
-        kept, per_kind, BATCH, seed, lambda _, talks, missing: judge(model, processor, weights, talks, missing).items()
+        kept, per_kind, BATCH, seed, world, lambda _, talks, missing: judge(model, processor, weights, talks, missing).items()
     )
-    some = [talk for kind in KINDS for talk in questions(kind, range(OUTPUT_ERROR_QUESTIONS), seed)]
+    some = [talk for kind in KINDS for talk in questions(kind, range(OUTPUT_ERROR_QUESTIONS), seed, world)]
     errors = expert_output_errors(model, processor, weights, some, contestants)
-    return {"model": model_path, "seed": seed, "questions": len(kinds), **summary(table, kinds, errors)}
+    return {"model": model_path, "seed": seed, "world": world, "questions": len(kinds), **summary(table, kinds, errors)}
 
 
 def summary(
@@ -138,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = chosen.formats.split(",")
         if set(names) - set(INTEGERS):
             parser.error(wrong)
-        return measure(model, [Format(name) for name in names], per_kind, chosen.seed, chosen.work)
+        return measure(model, [Format(name) for name in names], per_kind, chosen.seed, chosen.world, chosen.work)
 
     return run_on_questions(parser, arguments, FOLDER, measured, print_summary, too_few=wrong)
 

@@ -97,7 +97,7 @@ def _generated(
 
 
 def orders_of(
-    experts: MixedExperts, processor: Any, seed: int, per_kind: int, draws: Sequence[int]
+    experts: MixedExperts, processor: Any, seed: int, world: str, per_kind: int, draws: Sequence[int]
 ) -> dict[tuple[str, int], Any]:
     """Scores [L, E] by (order, seed), the lowest are demoted first: hotness and counts from other questions than those of `seed`.
 
@@ -106,7 +106,7 @@ def orders_of(
     """
     hotness = Hotness(experts.experts, Settings().hotness_decay, Settings().hotness_period)
     counts = np.zeros_like(hotness.scores)
-    for steps in calibration(experts, processor, seed, per_kind):
+    for steps in calibration(experts, processor, seed, world, per_kind):
         for step in steps:
             for layer, (routing, weights) in enumerate(step):
                 hotness.observe(layer, routing, weights)
@@ -119,11 +119,11 @@ def orders_of(
 Step = list[tuple[np.ndarray, np.ndarray]]  # by layer: routing [T, K] and weights [T, K]
 
 
-def calibration(experts: MixedExperts, processor: Any, seed: int, per_kind: int) -> list[list[Step]]:
+def calibration(experts: MixedExperts, processor: Any, seed: int, world: str, per_kind: int) -> list[list[Step]]:
     """The steps of each calibration question, prefill first; the order of questions is drawn once."""
     facts, seen = RuleInputs(experts.formats, {}), []
     for kind in KINDS:
-        talks = questions(kind, range(per_kind), seed + 1)
+        talks = questions(kind, range(per_kind), seed + 1, world)
         calls: list[LayerCall] = []
 
         def recorded(call: LayerCall, calls: list[LayerCall] = calls) -> Served:

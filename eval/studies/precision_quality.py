@@ -139,7 +139,9 @@ STUDIES = {
 }
 
 
-def measure(model_path: str, study: str, pairs: Sequence[FormatPair], per_kind: int, seed: int, folder: Path) -> dict[str, Any]:
+def measure(
+    model_path: str, study: str, pairs: Sequence[FormatPair], per_kind: int, seed: int, world: str, folder: Path
+) -> dict[str, Any]:
     """All results, as the object that is printed last."""
     chosen = STUDIES[study]
     model = AutoModelForImageTextToText.from_pretrained(
@@ -151,9 +153,9 @@ def measure(model_path: str, study: str, pairs: Sequence[FormatPair], per_kind: 
     lines = [(line, Everywhere(pair.high)) for pair in pairs for line in chosen.lines(pair, len(experts.experts))]
     contestants = list(dict.fromkeys(contestants_of(lines)))
     ordered = any(isinstance(contestant, Demoted) for contestant in contestants)
-    orders = orders_of(experts, processor, seed, CALIBRATION, DRAWS) if ordered else {}
+    orders = orders_of(experts, processor, seed, world, CALIBRATION, DRAWS) if ordered else {}
     facts = RuleInputs(experts.formats, orders)
-    belongs_to = {"program": program_digest(PROGRAM), "seed": seed, "batch": BATCH, "answered": chosen.answered}
+    belongs_to = {"program": program_digest(PROGRAM), "seed": seed, "world": world, "batch": BATCH, "answered": chosen.answered}
 
     def file_of(contestant: PrecisionContestant) -> AnswerFile[JudgedAnswer]:
         its = {
@@ -170,12 +172,14 @@ def measure(model_path: str, study: str, pairs: Sequence[FormatPair], per_kind: 
         per_kind,
         BATCH,
         seed,
+        world,
         lambda _, talks, missing: judged(experts, processor, talks, missing, facts, chosen.answered),
     )
     return {
         "model": model_path,
         "study": study,
         "seed": seed,
+        "world": world,
         "questions": len(kinds),
         "axis": chosen.axis,
         **summary(lines, chosen.comparisons, chosen.trends, table, kinds),
@@ -205,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def measured(chosen: Namespace, model: str, per_kind: int) -> dict[str, Any]:
         pairs = [parse_formats(text) for text in (chosen.formats or STUDIES[chosen.study].formats).split(",")]
-        return measure(model, chosen.study, pairs, per_kind, chosen.seed, chosen.work)
+        return measure(model, chosen.study, pairs, per_kind, chosen.seed, chosen.world, chosen.work)
 
     def drawn(result: dict[str, Any], folder: Path) -> None:
         draw(result, folder / f"precision-{result['study']}.png")

@@ -203,22 +203,23 @@ STUDIES = {
 }
 
 
-def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path) -> dict[str, Any]:
+def measure(model_path: str, study: str, per_kind: int, seed: int, world: str, folder: Path) -> dict[str, Any]:
     """All results, as the object that is printed last."""
     engines = Engines(model_path)
     try:
         everything = PruningContestant(Pruning(), engines.prune_layer)
         contestants = [everything, *STUDIES[study].contestants(engines.prune_layer)]
-        belongs_to = {"model": engines.fingerprint, "seed": seed, "batch": BATCH}
+        belongs_to = {"model": engines.fingerprint, "seed": seed, "world": world, "batch": BATCH}
         kept = {
             each: AnswerFile(folder, str(each), belongs_to | {"program": program_of(each), **asdict(each)}, PrunedAnswer)
             for each in contestants
         }
-        kinds, table = answer_all(kept, per_kind, BATCH, seed, partial(answer_batch, engines))
+        kinds, table = answer_all(kept, per_kind, BATCH, seed, world, partial(answer_batch, engines))
         return {
             "model": model_path,
             "study": study,
             "seed": seed,
+            "world": world,
             "questions": len(kinds),
             "prune_layer": engines.prune_layer,
             "contestants": summary(table, kinds),
@@ -345,7 +346,7 @@ def run(
     about: str,
     asked: int,
     folder: Path,
-    measure: Callable[[str, str, int, int, Path], dict[str, Any]],
+    measure: Callable[[str, str, int, int, str, Path], dict[str, Any]],
     draw: Callable[[dict[str, Any], Path], None],
     print_summary: Callable[[Console, dict[str, Any]], None],
 ) -> int:
@@ -355,7 +356,7 @@ def run(
     parser.add_argument("--questions", type=int, default=asked, metavar="N", help=f"questions in all (default: {asked})")
 
     def measured(chosen: Namespace, model: str, per_kind: int) -> dict[str, Any]:
-        return measure(model, chosen.study, per_kind, chosen.seed, chosen.work)
+        return measure(model, chosen.study, per_kind, chosen.seed, chosen.world, chosen.work)
 
     work_help = "folder for answers, from which a run continues"
     return run_on_questions(parser, arguments, folder, measured, print_summary, draw, work_help=work_help, width=WIDTH)

@@ -80,6 +80,16 @@ def structure_similarity(here: LayerLoad, next_one: LayerLoad, num_experts: int)
     return float((first * second).sum() / spread) if spread > 0 else 0.0
 
 
+def expansions(layers: Sequence[LayerLoad], core: np.ndarray, num_experts: int) -> np.ndarray:
+    """[T]: the share of a token's experts, over these layers, that no token of the core `[T]` uses (equation 2 of VisMMoE)."""
+    new = np.zeros(len(core))
+    for layer in layers:
+        used = np.zeros(max(num_experts, layer.experts.max() + 1), bool)
+        used[layer.experts[core]] = True
+        new += (~used[layer.experts]).mean(axis=1)
+    return new / len(layers)
+
+
 class LoadTransitions:
     """Predicts the load of the next layer from that of one layer, learned from other prompts: E x E counts, plus one each."""
 

@@ -23,7 +23,7 @@ from vismoe.eval.suite_rows import EVAL_BATCH, SUITE_FLAGS, SUITES, add_suite_ar
 
 QUESTIONS: dict[str, Any] = {"seed": 0, "n": 50, "batch": EVAL_BATCH}
 FLAGS: dict[str, dict[str, Any]] = {  # of each evaluation, by the name of its own flag, with their defaults
-    "scenes": {**QUESTIONS, "kinds": None, "trace": None},
+    "scenes": {**QUESTIONS, "kinds": None, "world": "demo", "trace": None},
     "lmms": {"batch": EVAL_BATCH, "limit": None, "offset": 0, "max_tokens": None},
     "suite": {**QUESTIONS, **SUITE_FLAGS},
     "compare": {},
@@ -45,6 +45,13 @@ def eval_arguments(parser: ArgumentParser) -> None:
     flags.add(parser, "--seed S", "seed of the held-out scenes (default: 0)", int, none)
     flags.add(parser, "--n N", "questions of each kind (default: 50)", flags.at_least_one, none)
     flags.add(parser, "--kinds KIND", "with --scenes: only these kinds of question, e.g. count where", None, none, nargs="+")
+    flags.add(
+        parser,
+        "--world WORLD",
+        "with --scenes: the pictures; demo (default), gallery (eight visual domains), or one domain, e.g. maps",
+        None,
+        none,
+    )
     rows = f"questions asked at once, and rows of a pass (default: {EVAL_BATCH})"
     flags.add(parser, "--batch B", rows, flags.checked(BATCH_SIZE.read), none)
     flags.add(parser, "--trace FOLDER", "with --scenes: record the routing, a question at a time, for vismoe replay", None, none)
@@ -98,7 +105,10 @@ def run_scenes(arguments: Namespace) -> int:
     with flags.quick_imports():
         from vismoe.eval.accuracy import evaluate
         from vismoe.eval.questions import FORMS, KINDS
+        from vismoe.eval.scenes import WORLDS
 
+    if arguments.world not in WORLDS:
+        raise InputError(f"no such world: {arguments.world}. Fix: choose among {', '.join(WORLDS)}")
     if unknown := set(arguments.kinds or ()) - set(KINDS + FORMS):
         raise InputError(f"no such kind of question: {', '.join(sorted(unknown))}. Fix: choose among {', '.join(KINDS + FORMS)}")
 
@@ -117,6 +127,7 @@ def run_scenes(arguments: Namespace) -> int:
                 arguments.kinds or KINDS + FORMS,
                 together=arguments.batch,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
+                world=arguments.world,
             )
 
     return reported(arguments, model, scenes, print_accuracy)

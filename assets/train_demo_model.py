@@ -65,7 +65,7 @@ class Stage:
     naming_weight: float = 0.0
     placing_weight: float = 0.0
     balance_weight: float = 0.003
-    spread_weight: float = 0.0
+    special_weight: float = 0.0
     adam_share: float = 0.3  # AdamW's learning rate as a share of Muon's: routers and embeddings need less
 
     def rate(self, step: int) -> float:
@@ -130,7 +130,7 @@ TALK_STAGES = (
 
 
 # The larger model, from the file of the stages above (`--grow`): its eyes learn the other domains, then the rest follows, with
-# pictures of 256 visual tokens and experts that specialise (`spread_weight`, network.spread_above).
+# pictures of 256 visual tokens and experts that specialise (`special_weight`, network.specialising).
 LOOK = Mixture(GALLERY, bins=0, side_px=GALLERY_PX)
 SHOW = replace(GREET, difficulty=GALLERY, side_px=GALLERY_PX, pair_share=0.1, other_size_share=0.1, triple_share=0.08)
 SHOW_ON = replace(SHOW, kinds=GO_ON.kinds, bins=3, bin_tokens=128)
@@ -138,8 +138,8 @@ GROW_STAGES = (
     Stage("point", 60, 8, (3e-3, 3e-3), LOOK, seeing_only=True, frozen_eyes=True, adam_share=1.0),
     Stage("look", 240, 8, (8e-4, 3e-4), LOOK, seeing_only=True, adam_share=0.5),
     Stage("look on", 200, 8, (5e-4, 5e-5), LOOK, seeing_only=True, adam_share=0.5),
-    Stage("show", 800, 10, (1.6e-3, 6e-4), SHOW, frozen_eyes=True, balance_weight=0.02, spread_weight=0.1),
-    Stage("show on", 350, 10, (6e-4, 2e-5), SHOW_ON, frozen_eyes=True, balance_weight=0.02, spread_weight=0.1),
+    Stage("show", 500, 10, (1.3e-3, 5e-4), SHOW, frozen_eyes=True, balance_weight=0.02, special_weight=0.4),
+    Stage("show on", 250, 10, (6e-4, 2e-5), SHOW_ON, frozen_eyes=True, balance_weight=0.02, special_weight=0.4),
 )
 
 
@@ -264,8 +264,8 @@ class Trainer:
             features = self.network.see(batch.pixels)
         if stage.frozen_eyes and not stage.seeing_only:
             answer_loss, inside = self.answer(batch, features, stage, log)
-            log.add(loss=answer_loss.item(), balance=inside.balance_loss.item(), spread=inside.spread.item())
-            return answer_loss + stage.balance_weight * inside.balance_loss + stage.spread_weight * inside.spread
+            log.add(loss=answer_loss.item(), balance=inside.balance_loss.item(), top=inside.top_share.item())
+            return answer_loss + stage.balance_weight * inside.balance_loss + stage.special_weight * inside.special_loss
         seeing, right = self.heads.loss(features, batch.seen)
         log.add(seeing=seeing.item(), noun=right[0].item(), glyph=right[1:].mean().item())
         if stage.seeing_only:

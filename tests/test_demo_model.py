@@ -176,14 +176,25 @@ def test_the_larger_model_begins_as_the_small_ones_function(model, processor, re
     torch.testing.assert_close(large(**inputs).logits, model(**inputs).logits, atol=2e-3, rtol=1e-3)
 
 
-def test_a_prompt_is_spread_as_far_as_the_experts_of_its_groups(recipe) -> None:
-    network = recipe("network")
-    experts = 128
-    one = torch.nn.functional.one_hot(torch.arange(64), experts).float()
-    even, group = torch.full((64, experts), 1 / experts), torch.arange(64) // 32
-    assert network.spread_above(even, group) == pytest.approx(1 - network.MOST_SPREAD)
-    assert network.spread_above(one, group) == pytest.approx(np.log(32) / np.log(experts) - network.MOST_SPREAD, abs=1e-5)
-    assert network.spread_above(one, torch.arange(64)) == 0  # every token a group of its own
+def test_the_loss_makes_prompts_use_fewer_experts_and_different_ones(recipe) -> None:
+    """A linear router on ten clusters of tokens: after a few steps one quarter of the experts serves a cluster, and all serve."""
+    specialising = recipe("network").specialising
+    random, experts, group = torch.Generator().manual_seed(0), 128, torch.arange(10).repeat_interleave(100)
+    tokens = 0.5 * torch.randn(10, 64, generator=random)[group] + torch.randn(1000, 64, generator=random)
+    router = (0.06 * torch.randn(experts, 64, generator=random)).requires_grad_()
+    optimizer, tops = torch.optim.Adam([router], 3e-3), []
+    for _ in range(40):
+        probability = (tokens @ router.T).softmax(-1)
+        index = probability.topk(8).indices
+        loss, top = specialising(probability, index, group)
+        tops.append(top.item())
+        load = torch.bincount(index.flatten(), minlength=experts) / index.numel()
+        (0.1 * loss + 0.02 * experts * (load * probability.mean(0)).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert tops[0] < 0.7 and tops[-1] > 0.85 and (load > 0.1 / experts).all()
+    one = torch.nn.functional.one_hot(torch.arange(4), experts).float()
+    assert specialising(one, torch.arange(32).view(4, 8), torch.zeros(4, dtype=torch.long)) == (0, 1)  # it is enough
 
 
 def test_batches_of_the_gallery_are_larger_pictures_of_all_domains(recipe) -> None:

@@ -55,9 +55,9 @@ def test_a_summary_pairs_everybody_with_all_tokens_and_with_saliency_and_keeps_t
     assert row["accuracy"][OTHERS]["mean"] == 7 / 8 and row["accuracy"][OTHERS]["questions"] == 32
     assert row["accuracy"][OTHERS]["difference"] == dataclasses.asdict(paired_difference([1.0] * 32, [1.0] * 28 + [0.0] * 4))
     assert row["accuracy"]["text"]["difference"]["value"] == pytest.approx(-0.3)
-    assert row["against_saliency"][OTHERS]["value"] == -1 / 8 and row["against_saliency"]["text"]["value"] == 0
+    assert row["against"]["saliency"][OTHERS]["value"] == -1 / 8 and row["against"]["saliency"]["text"]["value"] == 0
     assert (row["kept"], row["coverage"], row["mean_expansion"]) == (0.5, 0.5, None)
-    assert found["all tokens"]["kept"] == 1 and found["saliency 50%, layer 3"]["against_saliency"] is None
+    assert found["all tokens"]["kept"] == 1 and found["saliency 50%, layer 3"]["against"] == {}
 
 
 def test_batches_hold_one_kind_each_and_every_question_once():

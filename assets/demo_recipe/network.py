@@ -37,7 +37,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 MIDDLE_LAYER = 4
-MOST_SPREAD = 0.6  # about 18 of 128 experts
+ENOUGH = 0.92  # of a group's choices in a quarter of the experts: it need not specialise further
 BLOCK_ROWS = 64  # an expert's rows are padded to a multiple of this, because oneDNN compiles a kernel per matrix shape
 
 
@@ -127,12 +127,13 @@ def _weight_gradient(grad: Tensor, rows: Tensor, bounds: list[int]) -> Tensor:
 class Inside:
     """Intermediate results of one forward pass: the balancing loss, tokens per expert [layers, E], and the bins half way up.
 
-    spread: how many experts a prompt's visual tokens, or its text, are spread over, as an entropy: 0 for one expert, 1 for all
-    alike; the mean of what is above MOST_SPREAD. middle: [B, G, L, H] after MIDDLE_LAYER.
+    special_loss: of `specialising`, where a prompt's visual tokens are one group and its text is another; top_share: the share of
+    a group's choices that the top quarter of the experts takes. middle: [B, G, L, H] after MIDDLE_LAYER.
     """
 
     balance_loss: Tensor
-    spread: Tensor
+    special_loss: Tensor
+    top_share: Tensor
     load: Tensor
     middle: Tensor
 
@@ -198,21 +199,23 @@ class TrainingNetwork(nn.Module):
         x = torch.index_copy(x, 1, where.nonzero()[:, 0], features[0])
         cos, sin = language.rotary_emb(x, positions)
         groups_of = (torch.arange(rows, device=ids.device)[:, None] * 2 + where).flatten()  # [T]: of a picture, and of its text
-        losses, spreads, loads = [], [], []
+        losses, specials, tops, loads = [], [], [], []
         for index, layer in enumerate(language.layers):
             x = x + self._attend(layer.self_attn, rms_norm(x, layer.input_layernorm.weight), cos, sin, mask, len(prefix), groups)
             normed = rms_norm(x, layer.post_attention_layernorm.weight)
-            out, loss, spread, load = self._route(layer.mlp, normed.view(-1, normed.shape[-1]), real.flatten(), groups_of)
+            out, loss, (special, top), load = self._route(layer.mlp, normed.view(-1, normed.shape[-1]), real.flatten(), groups_of)
             x = x + out.view_as(x)
             losses.append(loss)
-            spreads.append(spread)
+            specials.append(special)
+            tops.append(top)
             loads.append(load)
             if index == MIDDLE_LAYER:
                 middle = x[:, len(prefix) :].view(rows, groups, length, -1)
             if index < len(features) - 1:
                 x = torch.index_add(x, 1, where.nonzero()[:, 0], features[index + 1])
         x = rms_norm(x[:, len(prefix) :], language.norm.weight).view(rows, groups, length, -1)
-        return x, Inside(torch.stack(losses).mean(), torch.stack(spreads).mean(), torch.stack(loads), middle)
+        balance, special, top = (torch.stack(each).mean() for each in (losses, specials, tops))
+        return x, Inside(balance, special, top, torch.stack(loads), middle)
 
     def _attend(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, prefix: int, groups: int) -> Tensor:
         rows, length = x.shape[:2]
@@ -232,7 +235,7 @@ class TrainingNetwork(nn.Module):
         out = torch.cat((first, later), dim=2).transpose(1, 2).reshape(rows, length, -1)
         return linear(out, attention.o_proj.weight)
 
-    def _route(self, block: Any, x: Tensor, real: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _route(self, block: Any, x: Tensor, real: Tensor, group: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
         probability = F.linear(x, block.gate.weight).softmax(-1)  # [T, E]
         weight, index = probability.topk(self.text.num_experts_per_tok, dim=-1)
         weight = weight / weight.sum(-1, keepdim=True)
@@ -240,20 +243,29 @@ class TrainingNetwork(nn.Module):
         experts, total = probability.shape[1], real.sum()
         load = torch.bincount(index[real].flatten(), minlength=experts).float()
         mean = (probability * real[:, None]).sum(0) / total
-        return out, experts * (load / load.sum() * mean).sum(), spread_above(probability[real], group[real]), load
+        return out, experts * (load / load.sum() * mean).sum(), specialising(probability[real], index[real], group[real]), load
 
 
-def spread_above(probability: Tensor, group: Tensor) -> Tensor:
-    """probability [T, E], group [T] -> the mean over groups of the entropy of their mean probability, above MOST_SPREAD.
+def specialising(probability: Tensor, index: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss that makes each group of tokens use fewer experts, and not the experts that all use; and how few they use.
 
-    With the balancing loss over a mixed batch this maximises the information between a prompt and its experts, as in Mod-Squad
-    (arXiv 2212.08066): experts specialise, and one prompt needs few of them.
+    probability [T, E], index [T, K] of the chosen experts, group [T] -> the cross-entropy of each group's mean probability with a
+    sharpened share of its choices, share^2 / popularity, as in deep embedded clustering (arXiv 1511.06335, equation 3); groups
+    whose top quarter of the experts takes ENOUGH do not count. And the mean share of that quarter.
     """
-    count = torch.bincount(group)
-    sums = probability.new_zeros(len(count), probability.shape[1]).index_add(0, group, probability)
-    mean = sums[count > 0] / count[count > 0, None]
-    entropy = -(mean * mean.clamp(min=1e-9).log()).sum(1) / math.log(probability.shape[1])
-    return (entropy - MOST_SPREAD).clamp(min=0).mean()
+    experts, groups = probability.shape[1], int(group.max()) + 1
+    size = torch.bincount(group, minlength=groups)
+    there = size > 0
+    sums = probability.new_zeros(groups, experts).index_add(0, group, probability)
+    mean = sums[there] / size[there, None]
+    pairs = (group[:, None] * experts + index).flatten()
+    loads = torch.bincount(pairs, minlength=groups * experts).view(groups, experts)[there].float()
+    share = loads / loads.sum(1, keepdim=True)
+    target = share.square() / loads.sum(0).clamp(min=1)
+    target = target / target.sum(1, keepdim=True)
+    top = share.topk(experts // 4, dim=1).values.sum(1)
+    each = -(target * mean.clamp(min=1e-9).log()).sum(1) / math.log(experts)
+    return (each * (top < ENOUGH)).mean(), top.mean()
 
 
 def _bins(x: Tensor, prefix: int, groups: int) -> Tensor:

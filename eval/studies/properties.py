@@ -71,6 +71,7 @@ def measure(model_path: str, per_kind: int, seed: int, world: str, folder: Path)
             for name, (_, sign, bound) in WANTED.items()
         },
         "visual": means["visual"],
+        "wider": means["wider"],
         "int2": coarse,
     }
 
@@ -81,7 +82,8 @@ def decoder_layer(path: str) -> int:
 
 
 def of_prompt(layers: Sequence[LayerLoad], before: int, experts: int, random: np.random.Generator) -> dict[str, float]:
-    """The properties of one prompt's routing, `visual` among them: the experts that its visual tokens use."""
+    """The properties of one prompt's routing; `visual`: the share of the experts that its visual tokens use, `wider`: how much
+    more than its text uses."""
     loads = [load(layer, experts) for layer in layers]
     used = {
         name: float(np.mean([active_experts(load(layer.only(layer.visual == visual), experts)) for layer in layers]) / experts)
@@ -92,6 +94,7 @@ def of_prompt(layers: Sequence[LayerLoad], before: int, experts: int, random: np
     prefix, deep = (expansions(part, core, experts)[~core] for part in (visual[:before], visual[before:]))
     varied = prefix.std() > 0 and deep.std() > 0
     return used | {
+        "wider": used["visual"] - used["text"],
         "skew": float(np.mean([coverage(each, most(each, experts // 4)) for each in loads])),
         "prefix": float(np.corrcoef(prefix, deep)[0, 1]) if varied else 0.0,
     }

@@ -268,19 +268,21 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 def summary(table: dict[PruningContestant, list[PrunedAnswer]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Results per contestant; `kinds` gives the kind of each question.
 
-    Differences are from keeping all tokens, and for other selections than `saliency` from that one with the same share kept at
-    the same layer, if the table has it.
+    Differences are from keeping all tokens, and from the selections `saliency` and `random` with the same share kept at the same
+    layer, if the table has them.
     """
     everything = next(rows for contestant, rows in table.items() if str(contestant) == ALL)
     out = {}
     for contestant, rows in table.items():
-        rival = table.get(replace(contestant, pruning=Pruning(contestant.pruning.keep, "saliency")))
+        same = {name: replace(contestant, pruning=Pruning(contestant.pruning.keep, name)) for name in ("saliency", "random")}
+        rivals = {name: table[rival] for name, rival in same.items() if rival in table and rival != contestant}
         out[str(contestant)] = {
             **asdict(contestant),
             "accuracy": {group: _accuracy(rows, everything, kinds, GROUPS[group]) for group in GROUPS},
-            "against_saliency": None
-            if rival is None or rival is rows
-            else {group: _accuracy(rows, rival, kinds, GROUPS[group])["difference"] for group in (OTHERS, TEXT)},
+            "against": {
+                name: {group: _accuracy(rows, rival, kinds, GROUPS[group])["difference"] for group in (OTHERS, TEXT)}
+                for name, rival in rivals.items()
+            },
             "kept": sum(row.kept_tokens for row in rows) / sum(row.visual_tokens for row in rows),
             **{name: mean_of(getattr(row, name) for row in rows) for name in ("coverage", "mean_expansion", "kept_expansion")},
         }
@@ -310,9 +312,9 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
         kinds.add_row(name, *(f"{row['accuracy'][kind]['mean']:.1%}" for kind in KINDS))
     console.print(kinds)
     for name, row in labelled(result).items():
-        if row["against_saliency"]:
-            against = ", ".join(f"{group} {points(interval)}" for group, interval in row["against_saliency"].items())
-            console.print(f"{name} against saliency: {against} points")
+        for rival, found in row["against"].items():
+            against = ", ".join(f"{group} {points(interval)}" for group, interval in found.items())
+            console.print(f"{name} against {rival}: {against} points")
     console.print(
         f"{result['questions']:,} held-out questions, the same for all. In brackets 95% intervals of paired differences, in "
         "points: Newcombe's for right or wrong, the bootstrap over questions for printed text, which is judged by character"

@@ -9,6 +9,7 @@ from vismoe.flags import quick_imports
 STUDIES = {  # name: (module of vismoe with a main(arguments), what it shows)
     "same-bits": ("eval.same_bits", "what changes bits of logits: batching, threads, cached prefixes, chunks"),
     "pruning": ("eval.studies.pruning", "accuracy by share and selection of kept visual tokens"),
+    "claims": ("eval.studies.claims", "the papers' claims beside what both bundled models show, with their signs"),
     "properties": ("eval.studies.properties", "whether a model could show what the papers claim, before anything is dropped"),
     "demand": ("eval.studies.expert_demand", "which experts are demanded before and after pruning"),
     "compressor": ("eval.studies.compressor_cost", "time to capture a vision tower's attention and to select tokens"),

@@ -139,7 +139,7 @@ GROW_STAGES = (
     Stage("look", 240, 8, (8e-4, 3e-4), LOOK, seeing_only=True, adam_share=0.5),
     Stage("look on", 200, 8, (5e-4, 5e-5), LOOK, seeing_only=True, adam_share=0.5),
     Stage("show", 500, 10, (1.3e-3, 5e-4), SHOW, frozen_eyes=True, balance_weight=0.02, special_weight=0.4),
-    Stage("show on", 250, 10, (6e-4, 2e-5), SHOW_ON, frozen_eyes=True, balance_weight=0.02, special_weight=0.4),
+    Stage("show on", 150, 10, (6e-4, 2e-5), SHOW_ON, frozen_eyes=True, balance_weight=0.02, special_weight=0.4),
 )
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vismoe.errors import ConfigError, InputError
-from vismoe.vision.selection import SELECTIONS, Pruning, select
+from vismoe.vision.selection import RULES, Pruning, select
 
-ANY = tuple(SELECTIONS)
+ANY = tuple(RULES)
 NO_ROUTING = np.zeros((4, 0), int)
 
 
@@ -70,6 +70,22 @@ def test_affinity_is_algorithm_1(case, alpha, beta, weight):
     assert found.coverage == len(target) / pairs
     assert found.mean_expansion == pytest.approx(mean(list(expansion.values())))
     assert found.kept_expansion == pytest.approx(mean([expansion[i] for i in kept if i in expansion]))
+
+
+@settings(max_examples=150)
+@given(cases(), shares, shares, lambdas)
+def test_the_controls_are_algorithm_1_on_what_the_other_selections_build_on(case, alpha, beta, weight):
+    """With distinctness only the caller's saliency differs; with VisionZip's merging it picks the dominant tokens."""
+    saliency, active, pairs = case
+    features = np.outer(saliency, [1.0, 2.0]) + 1
+    plain, distinct, zipped = (
+        select(Pruning(beta, name, alpha, weight), saliency, active, pairs, features)
+        for name in ("affinity", "affinity-distinct", "affinity-visionzip")
+    )
+    assert (distinct.kept == plain.kept).all()
+    if zipped.merged_into is not None and (zipped.merged_into >= 0).any():
+        dominant = np.flatnonzero(zipped.merged_into == -1)
+        assert set(dominant) <= set(plain.kept) and len(dominant) == len(zipped.kept) - round(10 / 64 * len(zipped.kept))
 
 
 @settings(max_examples=150)

@@ -32,7 +32,19 @@ from vismoe.eval.answer_file import questions
 from vismoe.eval.paired import ratio_of_sums, spread
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import KINDS
-from vismoe.eval.studies.pruning import ALL, STUDIES, Engines, PruningContestant, PruningStudy, draw_of, labelled, program_of, run
+from vismoe.eval.studies.pruning import (
+    ALL,
+    RANDOM,
+    STUDIES,
+    Engines,
+    PruningContestant,
+    PruningStudy,
+    controls_of,
+    draw_of,
+    labelled,
+    program_of,
+    run,
+)
 from vismoe.eval.studies.routing import (
     LayerLoad,
     LoadTransitions,
@@ -74,7 +86,6 @@ PER_PAIR = {
 }
 CEILING = {"active_experts": "active experts", "loads": "loads"}
 OF_PREFILL = {"loads": "loads", "loaded_bytes": "KiB", "hit_rate": "hits"}
-RANDOM = "random"
 DRAWN = ("affinity", "saliency", RANDOM)
 
 Prompts = Sequence[Sequence[LayerLoad]]  # [prompts][MoE layers]
@@ -212,9 +223,7 @@ def rivals(contestant: PruningContestant) -> dict[str, PruningContestant]:
     """The contestants with which one is compared, on the same prompts."""
     if contestant.visual_top_k is not None:
         return {"all experts": replace(contestant, visual_top_k=None)}
-    share = contestant.pruning.keep
-    same = {name: replace(contestant, pruning=Pruning(share, name)) for name in (RANDOM, "saliency")}
-    return {ALL: replace(contestant, pruning=Pruning()), **same}
+    return {ALL: replace(contestant, pruning=Pruning()), **controls_of(contestant)}
 
 
 def deepest(pruned: dict[int, Prompts]) -> dict[int, list[int]]:

@@ -35,16 +35,18 @@ from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
 from vismoe.flags import SuggestingParser
 from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.prune import VisualPruner
-from vismoe.vision.selection import KeptImage, Pruning
+from vismoe.vision.selection import CONTROLS, KeptImage, Pruning
 
 QUESTIONS = 900
 WIDTH = 170  # of tables in a file, columns
 BATCH = 25  # questions answered together
 CONTEXT_TOKENS = 1024  # planned for each question
 KEEPS = (0.7, 0.5, 0.3)
+WEIGHTS = (0.0, 0.1, 0.3, 0.5, 1.0, 2.0, 4.0, 8.0)
 SELECTIONS = ("affinity", "saliency", "distinct", "visionzip", "random", "uniform")
 FOLDER = Path(tempfile.gettempdir()) / "vismoe-pruning"
 ALL = "all tokens"
+RANDOM = "random"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,15 @@ class PruningContestant:
     def of(cls, row: dict[str, Any]) -> "PruningContestant":
         """The contestant of a row of a result."""
         return cls(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"])
+
+
+def controls_of(contestant: PruningContestant) -> dict[str, PruningContestant]:
+    """The selections with which one is compared, with the same share kept at the same layer: by saliency alone, a control by its
+    own kind of saliency too, and by chance.
+    """
+    own = contestant.pruning.selection
+    names = ("saliency", RANDOM, *((own.removeprefix("affinity-"),) if own in CONTROLS else ()))
+    return {name: replace(contestant, pruning=Pruning(contestant.pruning.keep, name)) for name in names}
 
 
 def labelled(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -183,7 +194,7 @@ STUDIES = {
         lambda contestant: contestant.pruning.core_share,
     ),
     "expansion-weight": PruningStudy(  # at 0 routing does not count: selection by saliency
-        lambda layer: [PruningContestant(by_affinity(expansion_weight=each), layer) for each in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)],
+        lambda layer: [PruningContestant(by_affinity(expansion_weight=each), layer) for each in WEIGHTS],
         "expansion weight (lambda), half of the tokens kept",
         lambda contestant: contestant.pruning.expansion_weight,
     ),
@@ -193,6 +204,11 @@ STUDIES = {
         ],
         "prune layer, half of the tokens kept",
         lambda contestant: contestant.prune_layer,
+    ),
+    "controls": PruningStudy(  # algorithm 1 on each kind of saliency, beside the same saliency alone
+        lambda layer: [PruningContestant(Pruning(0.5, name), layer) for name in (*SELECTIONS, *CONTROLS)],
+        "half of the tokens kept",
+        lambda contestant: 0,
     ),
     "visual-top-k": PruningStudy(
         lambda layer: [PruningContestant(pruning, layer, top) for pruning in (Pruning(), by_affinity()) for top in (3, 2, 1)],
@@ -268,14 +284,12 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 def summary(table: dict[PruningContestant, list[PrunedAnswer]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Results per contestant; `kinds` gives the kind of each question.
 
-    Differences are from keeping all tokens, and from the selections `saliency` and `random` with the same share kept at the same
-    layer, if the table has them.
+    Differences are from keeping all tokens, and from the selections of `controls_of`, if the table has them.
     """
     everything = next(rows for contestant, rows in table.items() if str(contestant) == ALL)
     out = {}
     for contestant, rows in table.items():
-        same = {name: replace(contestant, pruning=Pruning(contestant.pruning.keep, name)) for name in ("saliency", "random")}
-        rivals = {name: table[rival] for name, rival in same.items() if rival in table and rival != contestant}
+        rivals = {name: table[rival] for name, rival in controls_of(contestant).items() if rival in table and rival != contestant}
         out[str(contestant)] = {
             **asdict(contestant),
             "accuracy": {group: _accuracy(rows, everything, kinds, GROUPS[group]) for group in GROUPS},

@@ -33,7 +33,7 @@ class Pruning:
     seed: int = 0  # of `random`
 
     def __post_init__(self) -> None:
-        if self.selection not in SELECTIONS:
+        if self.selection not in RULES:
             raise ConfigError(f"selection={self.selection!r}: choose one of {', '.join(SELECTIONS)}")
         numbers = (self.keep, self.core_share, self.expansion_weight)
         if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
@@ -100,10 +100,12 @@ def select(
     if pruning.keep == 1.0 or tokens == 0:
         return Selection(np.arange(tokens))
     case = _Case.of(pruning, saliency, active, pairs)
-    kept, merged_into = np.sort(SELECTIONS[pruning.selection](case)), None
-    if pruning.selection == "visionzip":
-        assert features is not None and len(features) == tokens, "visionzip needs the features of every token"
-        merged_into = _merged(case, kept, features)
+    rule = RULES[pruning.selection]
+    dominant, contextual = rule.chosen(case)
+    kept, merged_into = np.sort(np.concatenate([dominant, contextual])), None
+    if rule.merges:
+        assert features is not None and len(features) == tokens, f"{pruning.selection} needs the features of every token"
+        merged_into = _merged(dominant, contextual, kept, features)
     if not active.shape[1]:
         return Selection(kept, merged_into=merged_into)
     outside = np.setdiff1d(np.arange(tokens), case.core)
@@ -147,11 +149,11 @@ def _affinity(case: _Case) -> np.ndarray:
     """Algorithm 1: the core, then the salient tokens that demand few experts which the core does not use."""
     score = case.salient - case.pruning.expansion_weight * case.expansion
     score[case.core] = np.inf
-    return _top(score, case.count)
+    return _top(score, len(score))
 
 
 def _saliency(case: _Case) -> np.ndarray:
-    return _top(case.salient, case.count)
+    return _top(case.salient, len(case.salient))
 
 
 def _uniform(case: _Case) -> np.ndarray:
@@ -161,26 +163,42 @@ def _uniform(case: _Case) -> np.ndarray:
 
 def _random(case: _Case) -> np.ndarray:
     tokens = len(case.salient)
-    return np.random.default_rng((case.pruning.seed, tokens)).permutation(tokens)[: case.count]
+    return np.random.default_rng((case.pruning.seed, tokens)).permutation(tokens)
 
 
-def _visionzip(case: _Case) -> np.ndarray:
-    """The most salient (dominant) tokens, and contextual ones evenly over the rest; each contextual token averages similar
-    ones."""
-    dominant = _dominant(case)
-    others = np.setdiff1d(np.arange(len(case.salient)), dominant)
-    return np.concatenate([dominant, others[_spread(len(others), case.count - len(dominant))]])
+@dataclass(frozen=True)
+class Rule:
+    """How a selection chooses."""
+
+    order: Callable[[_Case], np.ndarray]  # int64: at least the tokens that are kept, those to keep first
+    by_distinctness: bool = False  # a token is salient that is unlike the mean of its image, instead of one that is attended to
+    merges: bool = False  # as in VisionZip: a share of the kept tokens averages those that are not in the order's beginning
+
+    def chosen(self, case: _Case) -> tuple[np.ndarray, np.ndarray]:
+        """The kept tokens: the first of the order (dominant), and contextual ones evenly over the rest."""
+        dominant = self.order(case)[: case.count - (round(CONTEXTUAL_SHARE * case.count) if self.merges else 0)]
+        others = np.setdiff1d(np.arange(len(case.salient)), dominant)
+        return dominant, others[_spread(len(others), case.count - len(dominant))]
 
 
-def _dominant(case: _Case) -> np.ndarray:
-    return _top(case.salient, case.count - round(CONTEXTUAL_SHARE * case.count))
+SELECTIONS = {
+    "affinity": Rule(_affinity),
+    "saliency": Rule(_saliency),
+    "distinct": Rule(_saliency, by_distinctness=True),
+    "visionzip": Rule(_saliency, merges=True),
+    "uniform": Rule(_uniform),
+    "random": Rule(_random),
+}
+CONTROLS = {  # what studies ask for beside them: algorithm 1 on what the other selections build on
+    "affinity-distinct": Rule(_affinity, by_distinctness=True),
+    "affinity-visionzip": Rule(_affinity, merges=True),
+}
+RULES = SELECTIONS | CONTROLS
 
 
-def _merged(case: _Case, kept: np.ndarray, features: np.ndarray) -> np.ndarray:
+def _merged(dominant: np.ndarray, contextual: np.ndarray, kept: np.ndarray, features: np.ndarray) -> np.ndarray:
     """int64 [N]: every token that is not dominant joins the contextual token that it resembles most (cosine)."""
-    dominant = _dominant(case)
     merged = np.full(len(features), -1)
-    contextual = np.setdiff1d(kept, dominant)
     if not len(contextual):
         return merged
     others = np.setdiff1d(np.arange(len(features)), dominant)
@@ -189,16 +207,6 @@ def _merged(case: _Case, kept: np.ndarray, features: np.ndarray) -> np.ndarray:
     merged[others] = np.searchsorted(kept, nearest)
     merged[contextual] = np.searchsorted(kept, contextual)
     return merged
-
-
-SELECTIONS: dict[str, Callable[[_Case], np.ndarray]] = {
-    "affinity": _affinity,
-    "saliency": _saliency,
-    "distinct": _saliency,
-    "visionzip": _visionzip,
-    "uniform": _uniform,
-    "random": _random,
-}
 
 
 def _normalised(saliency: np.ndarray) -> np.ndarray:

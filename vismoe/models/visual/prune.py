@@ -36,7 +36,7 @@ from vismoe.models.visual.kept_rows import KeptRows
 from vismoe.models.visual.pruned_cache import PrunedLayer, left_padded
 from vismoe.types import TokenKind
 from vismoe.vision.saliency import distinctness
-from vismoe.vision.selection import KeptImage, Pruning, select
+from vismoe.vision.selection import RULES, KeptImage, Pruning, select
 
 logger = logging.getLogger(__name__)
 
@@ -242,15 +242,15 @@ class VisualPruner:
     def _select(self, step: PrunedPass, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden states `[B, S, H]` with merged tokens; which tokens are kept, bool `[B, S]`)."""
         assert self._pruning is not None
-        keep = step.kinds != TokenKind.PAD
+        rule, keep = RULES[self._pruning.selection], step.kinds != TokenKind.PAD
         active, pairs = step.active(self._most_experts), len(step.routing) * self._most_experts
         row, place = step.visual.nonzero(as_tuple=True)
         for begin, end, image in self._images(step, row, place):
             own = row[begin], place[begin:end]
             saliency = image.saliency
-            if saliency is None or self._pruning.selection == "distinct":
+            if saliency is None or rule.by_distinctness:
                 saliency = distinctness(step.embeddings[own]).cpu().numpy()
-            features = hidden[own].float().cpu().numpy() if self._pruning.selection == "visionzip" else None
+            features = hidden[own].float().cpu().numpy() if rule.merges else None
             selection = select(self._pruning, saliency, active[begin:end], pairs, features)
             kept = torch.from_numpy(selection.kept).to(place.device)
             if selection.merged_into is not None:

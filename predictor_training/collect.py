@@ -22,7 +22,7 @@ from vismoe.engine.engine import Engine, load
 from vismoe.errors import ConfigError, InputError, VisMoEError
 from vismoe.flags import SuggestingParser
 from vismoe.models.load.runtime import runtime_of
-from vismoe.predictor_training.prompts import CalibrationPrompt, folder_prompts, scene_prompts
+from vismoe.predictor_training.prompts import UNSEEN_KIND, CalibrationPrompt, folder_prompts, scene_prompts
 from vismoe.trace.files import Trace, TraceWriter
 
 KEEPS = (1.0, 0.5)
@@ -122,7 +122,8 @@ def progress_bar() -> Progress:
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that choose prompts."""
     parser.add_argument("--data", metavar="FOLDER", help="folder with your prompts: *.jsonl lines, images, text files")
-    parser.add_argument("--scenes", action="store_true", help="use generated scenes of the demo world")
+    parser.add_argument("--scenes", action="store_true", help="use generated scenes")
+    parser.add_argument("--world", default="demo", metavar="WORLD", help="with --scenes: what they show (default: demo)")
     parser.add_argument("--prompts", type=int, default=1000, metavar="N", help="with --scenes: training prompts (default: 1000)")
     parser.add_argument(
         "--unseen", metavar="KIND", help="a kind of prompt to leave out of training, for evaluation (scenes: text)"
@@ -134,7 +135,8 @@ def prompts_of(arguments: argparse.Namespace) -> list[CalibrationPrompt]:
     if bool(arguments.data) == arguments.scenes:
         raise ConfigError("no prompts were given. Fix: --data FOLDER with your own, or --scenes for generated ones")
     if arguments.scenes:
-        return scene_prompts(arguments.prompts, max(8, arguments.prompts // 6), *([arguments.unseen] if arguments.unseen else []))
+        unseen = arguments.unseen or UNSEEN_KIND
+        return scene_prompts(arguments.prompts, max(8, arguments.prompts // 6), unseen, arguments.world)
     return folder_prompts(arguments.data, arguments.unseen)
 
 

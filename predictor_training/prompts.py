@@ -1,4 +1,4 @@
-"""The prompts for training and evaluating a predictor: a user's own folder, or generated scenes of the demo world.
+"""The prompts for training and evaluating a predictor: a user's own folder, or generated scenes of a bundled model's world.
 
 Every prompt has a name (`group/kind/number`), the same on every run, so that an interrupted collection continues. Groups:
 `train`; `held-out`, of the same kinds; `unseen`, of a kind that is not used in training. In a user's folder the number is
@@ -10,12 +10,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vismoe.errors import InputError
 from vismoe.eval.questions import KINDS, THANKS, Conversation, conversation
-from vismoe.eval.scenes import compose
+from vismoe.eval.scenes import WORLDS, compose
 from vismoe.models.inputs.message_files import placed
 from vismoe.models.inputs.qwen_images import image_source
 from vismoe.models.inputs.sources import file_of_url
@@ -72,23 +73,28 @@ def is_validation(request: str) -> bool:
     return hashlib.sha256(f"validation {side if dash else prompt}".encode()).digest()[0] % VALIDATION == 0
 
 
-def scene_prompts(train: int, held_out: int, unseen: str = UNSEEN_KIND) -> list[CalibrationPrompt]:
+def scene_prompts(train: int, held_out: int, unseen: str = UNSEEN_KIND, world: str = "demo") -> list[CalibrationPrompt]:
     """About `train` training prompts of all kinds except `unseen`, including greetings without an image, and `held_out` prompts
-    of held-out scenes: nine tenths in equal parts of the kinds, one tenth of the unseen kind. Raises InputError for an unknown
-    kind."""
+    of held-out scenes of one of the WORLDS: nine tenths in equal parts of the kinds, one tenth of the unseen kind. Raises
+    InputError for an unknown kind or world.
+    """
+    if world not in WORLDS:
+        raise InputError(f"--world {world}: no such world. Fix: one of {', '.join(WORLDS)}")
     if unseen not in KINDS:
         raise InputError(f"--unseen {unseen}: generated scenes have no such kind. Fix: one of {', '.join(KINDS)}")
     kinds = [kind for kind in KINDS if kind != unseen]
     greetings = [CalibrationPrompt(f"train/greeting/{number}", hello) for number, (hello, _) in enumerate(THANKS)]
-    asked = [_scene(f"train/{kind}/{number}", "train", number) for number in range(-(-train // len(kinds))) for kind in kinds]
+    scene = partial(_scene, world)
+    asked = [scene(f"train/{kind}/{number}", "train", number) for number in range(-(-train // len(kinds))) for kind in kinds]
     for number in range(-(-held_out // len(kinds))):
-        asked += [_scene(f"held-out/{kind}/{number}", "held-out", number) for kind in kinds]
-    asked += [_scene(f"unseen/{unseen}/{number}", "held-out", number) for number in range(-(-held_out // 4))]
+        asked += [scene(f"held-out/{kind}/{number}", "held-out", number) for kind in kinds]
+    asked += [scene(f"unseen/{unseen}/{number}", "held-out", number) for number in range(-(-held_out // 4))]
     return greetings + asked
 
 
-def _scene(name: str, split: Any, number: int) -> CalibrationPrompt:
-    talk = conversation(name.split("/")[1], split, 7_000_000 + number)  # so that scenes differ from those of vismoe eval
+def _scene(world: str, name: str, split: Any, number: int) -> CalibrationPrompt:
+    side, difficulty = WORLDS[world]  # the number lets the scenes differ from those of vismoe eval
+    talk = conversation(name.split("/")[1], split, 7_000_000 + number, (side, side), difficulty)
     return CalibrationPrompt(name, talk.turns[-1].question, talk=talk)
 
 

@@ -135,6 +135,10 @@ def test_scenes_leave_one_kind_out_of_training_entirely():
     kinds = {group: {prompt.kind for prompt in found if prompt.group == group} for group in ("train", "held-out", "unseen")}
     assert kinds["unseen"] == {"text"} and "text" not in kinds["train"] | kinds["held-out"] and "greeting" in kinds["train"]
     assert kinds["held-out"] <= kinds["train"]
+    with pytest.raises(InputError, match=r"--world moon: no such world\. Fix: one of demo, gallery"):
+        scene_prompts(80, 16, world="moon")
+    larger = next(prompt for prompt in scene_prompts(8, 0, world="gallery") if prompt.talk is not None)
+    assert (larger.talk.scenes[0].width, larger.talk.scenes[0].height) == (512, 512)
 
 
 def full_disk(path, content):

@@ -5,7 +5,8 @@ that are named, and reads one figure for each claim from their results. Its sign
 
 - as claimed: the whole 95% interval is on the claimed side of the bound;
 - opposite: all of it is on the other side;
-- not seen: the bound is inside the interval.
+- not seen: the bound is inside the interval;
+- cannot show: not seen, and the model lacks the property that the claim builds on (`properties`).
 
 Results of studies are kept in a folder, so that an interrupted run continues. Prints a table, then one JSON object on the last
 line; `--page FILE` writes the table as Markdown.
@@ -14,7 +15,7 @@ line; `--page FILE` writes the table as Markdown.
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ RUNS: dict[str, Callable[[str, int, int, str, Path], Result]] = {  # (model, que
     "demand": lambda model, *rest: expert_demand.measure(model, "selection", *rest),
     "pruning": lambda model, *rest: pruning.measure(model, "selection", *rest),
     "ppl": precision("ppl", "16/2"),
-    "retention": precision("retention", "4/0"),
+    "retention": precision("retention", "4/2", "4/0"),
     "layers": precision("layers", "16/2"),
 }
 
@@ -71,6 +72,7 @@ class Claim:
     bound: float = 0.0
     scale: float = 100  # of the printed figure
     unit: str = "points"
+    builds_on: tuple[str, ...] = ()  # properties of a model without which the claim could not be seen
 
 
 def row_of(result: Result, selection: str, keep: float) -> Result:
@@ -91,13 +93,24 @@ def lost(group: str, keep: float) -> Callable[[Result], Interval]:
     return lambda result: row_of(result, "affinity", keep)["accuracy"][group]["difference"]
 
 
-def compared(own: str, rival: str) -> Callable[[Result], Interval]:
+def compared(own: str, rival: str, formats: str) -> Callable[[Result], Interval]:
     """The share of the rival's divergence that a line of a precision study avoids."""
 
     def read(result: Result) -> Interval:
-        found = next(each for each in result["comparisons"] if (each["own"], each["rival"]) == (own, rival))
+        names = (formats, own, rival)
+        found = next(each for each in result["comparisons"] if (each["panel"], each["own"], each["rival"]) == names)
         ratio = found[ALL]["divergence_ratio"]
         return {"value": 1 - ratio["value"], "low": 1 - ratio["high"], "high": 1 - ratio["low"]}
+
+    return read
+
+
+def retained(formats: str, share: float) -> Callable[[Result], Interval]:
+    """The accuracy that keeping this share of the experts in the high format, by depth, gains over keeping all."""
+
+    def read(result: Result) -> Interval:
+        line = next(each for each in result["lines"] if (each["panel"], each["name"]) == (formats, BY_DEPTH))
+        return next(point for point in line["points"] if point["x"] == share)[ALL]["accuracy"]["difference"]
 
     return read
 
@@ -112,12 +125,13 @@ CLAIMS = (
     Claim("VisMMoE, fig. 1", "pictures use more of a layer's experts than text", "text compact, pictures scattered", "properties",
           lambda result: result["wider"]),
     Claim("VisMMoE, fig. 3a", "pruning raises the coverage of the top quarter", "+32% relative", "demand",
-          demanded(ALL_TOKENS, "coverage")),
-    Claim("", "more than dropping as many tokens at random", "no such control", "demand", demanded(RANDOM, "coverage")),
-    Claim("VisMMoE, fig. 3b", "pruning leaves more experts of a layer inactive", "inactive ones nearly double", "demand",
-          demanded(ALL_TOKENS, "active_experts", -1), scale=1, unit="experts"),
+          demanded(ALL_TOKENS, "coverage"), builds_on=("prefix",)),
     Claim("", "more than dropping as many tokens at random", "no such control", "demand",
-          demanded(RANDOM, "active_experts", -1), scale=1, unit="experts"),
+          demanded(RANDOM, "coverage"), builds_on=("prefix",)),
+    Claim("VisMMoE, fig. 3b", "pruning leaves more experts of a layer inactive", "inactive ones nearly double", "demand",
+          demanded(ALL_TOKENS, "active_experts", -1), scale=1, unit="experts", builds_on=("text", "prefix")),
+    Claim("", "more than dropping as many tokens at random", "no such control", "demand",
+          demanded(RANDOM, "active_experts", -1), scale=1, unit="experts", builds_on=("text", "prefix")),
     Claim("VisMMoE, fig. 4", "pruning makes consecutive layers route alike", "similarity rises", "demand",
           demanded(ALL_TOKENS, "structure_similarity"), unit="hundredths"),
     Claim("", "more than dropping as many tokens at random", "no such control", "demand",
@@ -129,15 +143,19 @@ CLAIMS = (
           lambda result: row_of(result, "affinity", 0.5)["against"][RANDOM][OTHERS]),
     Claim("", "and of printed text", "+26%", "pruning", lambda result: row_of(result, "affinity", 0.5)["against"][RANDOM][TEXT]),
     Claim("VisMMoE, table 4", "compression alone loads fewer experts (a quarter in memory)", "12% and 5% of the time", "demand",
-          demanded(ALL_TOKENS, "loads", -1), scale=1, unit="loads a prompt"),
+          demanded(ALL_TOKENS, "loads", -1), scale=1, unit="loads a prompt", builds_on=("text", "prefix")),
     Claim("", "more than dropping as many tokens at random", "no such control", "demand",
-          demanded(RANDOM, "loads", -1), scale=1, unit="loads a prompt"),
+          demanded(RANDOM, "loads", -1), scale=1, unit="loads a prompt", builds_on=("text", "prefix")),
     Claim("DynaExq, fig. 4", "demoting the coldest experts costs less than demoting any", "flatter curves", "ppl",
-          compared(HOTNESS, RANDOM), unit="% of the KL"),
+          compared(HOTNESS, RANDOM, "16/2"), unit="% of the KL"),
     Claim("DyMoE, figs. 3, 11", "keeping the experts of critical tokens beats random ones", "better at every r", "retention",
-          compared("importance, equal", "random, equal"), unit="% of the KL"),
+          compared("importance, equal", "random, equal", "4/0"), unit="% of the KL"),
     Claim("", "keeping more in shallow layers beats equal shares", "better at every r", "retention",
-          compared(BY_DEPTH, "importance, equal"), unit="% of the KL"),
+          compared(BY_DEPTH, "importance, equal", "4/0"), unit="% of the KL"),
+    Claim("DyMoE, table 2", "int4 with a quarter of the experts skipped loses at most 2.6 points", "+2.4 to -2.6", "retention",
+          retained("4/0", 0.75), bound=-0.026),
+    Claim("", "with that quarter in int2 at most 1.7 points", "+1.8 to -1.7", "retention",
+          retained("4/2", 0.75), bound=-0.017, builds_on=("int2",)),
     Claim("DyMoE, fig. 5", "shallow layers are more sensitive to low precision", "falls with depth", "layers",
           lambda result: turned(result["trends"][0][ALL], -1), scale=1, unit="rank correlation"),
 )  # fmt: skip
@@ -168,7 +186,7 @@ def measure(models: Sequence[tuple[str, str]], per_kind: int, seed: int, folder:
                 "says": claim.says,
                 "paper": claim.theirs,
                 "unit": claim.unit,
-                "models": [shown(claim, results[claim.study]) for results in told.values()],
+                "models": [shown(claim, results) for results in told.values()],
             }
             for claim in CLAIMS
         ],
@@ -176,9 +194,13 @@ def measure(models: Sequence[tuple[str, str]], per_kind: int, seed: int, folder:
     }
 
 
-def shown(claim: Claim, result: Result) -> dict[str, Any]:
-    found = turned(claim.read(result), 1)
-    return {name: value * claim.scale for name, value in found.items()} | {"sign": sign(found, claim.bound)}
+def shown(claim: Claim, results: Mapping[str, Result]) -> dict[str, Any]:
+    """A model's figure for a claim, its sign, and the properties that the model lacks for it; `results` by study."""
+    found, properties = turned(claim.read(results[claim.study]), 1), results["properties"]["properties"]
+    lacks = [name for name in claim.builds_on if not properties[name]["reached"]]
+    said = sign(found, claim.bound)
+    said = "cannot show" if said == "not seen" and lacks else said
+    return {name: value * claim.scale for name, value in found.items()} | {"sign": said, "lacks": lacks}
 
 
 def kept(folder: Path, name: str, asked: tuple[str, int, int, str]) -> Result:
@@ -188,7 +210,7 @@ def kept(folder: Path, name: str, asked: tuple[str, int, int, str]) -> Result:
     path = place / f"{name}-{world}-{per_kind}-{seed}.json"
     if not path.exists():
         place.mkdir(parents=True, exist_ok=True)
-        result = RUNS[name](model, per_kind, seed, world, place / f"{name}-{per_kind}")
+        result = RUNS[name](model, per_kind, seed, world, place / name)
         path.write_text(json.dumps(result))
     found: Result = json.loads(path.read_text())
     return found

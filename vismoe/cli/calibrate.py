@@ -29,7 +29,8 @@ def calibrate_arguments(parser: ArgumentParser) -> None:
         'a folder with your prompts: *.jsonl with lines {"image": "photo.jpg", "prompt": "What is this?"} (image '
         'optional, or a list) or {"messages": [...]}, images, and text files',
     )
-    flags.add(data, "--scenes", "use generated scenes of the demo world")
+    flags.add(data, "--scenes", "use generated scenes of a bundled model's world")
+    flags.add(data, "--world WORLD", "with --scenes: demo (default), or gallery, which the larger model knows", default="demo")
     flags.add(
         data,
         "--prompts N",
@@ -77,7 +78,7 @@ def _calibrate(arguments: Namespace) -> int:
         from vismoe.machine.profile import profile_file
         from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
         from vismoe.predictor_training.collect import progress_bar, work_name
-        from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
+        from vismoe.predictor_training.prompts import UNSEEN_KIND, folder_prompts, scene_prompts
         from vismoe.predictor_training.train import TrainingRecipe, refuse_device, refuse_too_few
 
     refuse_device(arguments.train_device)
@@ -85,8 +86,8 @@ def _calibrate(arguments: Namespace) -> int:
     out = Path(arguments.out).expanduser() if arguments.out else _beside(model, arguments.revision)
     refuse_unwritable(out)
     if arguments.scenes:
-        unseen = {"unseen": arguments.unseen} if arguments.unseen else {}
-        prompts = scene_prompts(arguments.prompts, max(8, arguments.prompts // 6), **unseen)
+        unseen = arguments.unseen or UNSEEN_KIND
+        prompts = scene_prompts(arguments.prompts, max(8, arguments.prompts // 6), unseen, arguments.world)
     else:
         prompts = folder_prompts(arguments.data, arguments.unseen)
     refuse_too_few([prompt.name for prompt in prompts])

@@ -29,11 +29,11 @@ class CopyMover:
 
     by_demander = False
 
-    def __init__(self, host):
-        self.hosts = (host,)
+    def __init__(self, *hosts):
+        self.hosts = hosts
 
     def move(self, ticket, pool):
-        with self.hosts[0].lease(ticket.expert) as lease:
+        with self.hosts[pool.precision_of(ticket.slab)].lease(ticket.expert) as lease:
             pool.record(ticket.slab).copy_(lease.pool.record(lease.slab))
         return Moved(lease.disk_bytes, pool.bytes_of(ticket.slab))
 

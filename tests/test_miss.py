@@ -14,7 +14,7 @@ from vismoe.precision.rules import serve
 
 BYTES = 1000
 rates = st.builds(Rates, st.floats(0.5, 100), st.floats(0.5, 100), st.floats(0, 1000))
-misses = st.lists(st.builds(Miss, st.integers(1, 64), st.booleans()), max_size=8)
+misses = st.lists(st.builds(Miss, st.just(BYTES), st.integers(1, 64), st.booleans()), max_size=8)
 queued = st.floats(0, 20 * BYTES)
 
 
@@ -30,14 +30,14 @@ def finished_s(ways, misses, rates, ahead_bytes):
 @settings(max_examples=300)
 @given(misses, rates, queued)
 def test_no_division_of_a_layers_misses_is_done_sooner(misses, rates, ahead):
-    chosen = choose_ways(misses, BYTES, rates, ahead)
+    chosen = choose_ways(misses, rates, ahead)
     divisions = itertools.product((Way.WAIT, Way.CPU), repeat=len(misses))
     best = min(finished_s(division, misses, rates, ahead) for division in divisions)
     assert finished_s(chosen, misses, rates, ahead) <= best * (1 + 1e-9)
 
 
 def by_cpu(misses, rates, ahead=0.0, cpu_ahead_s=0.0):
-    return choose_ways(misses, BYTES, rates, ahead, cpu_ahead_s).count(Way.CPU)
+    return choose_ways(misses, rates, ahead, cpu_ahead_s).count(Way.CPU)
 
 
 @given(misses, rates, queued, st.floats(1, 50))
@@ -52,23 +52,23 @@ def test_the_cpu_never_gets_less_by_a_longer_queue_a_slower_link_or_a_faster_cpu
 
 def test_the_experts_with_the_fewest_tokens_are_computed_and_ties_go_by_position_and_to_copies():
     rates = Rates(10.0, 10.0, cpu_s_per_token=50.0)
-    assert choose_ways([Miss(4), Miss(1), Miss(3)], BYTES, rates) == [Way.WAIT, Way.CPU, Way.WAIT]
-    assert choose_ways([Miss(), Miss()], BYTES, rates) == [Way.CPU, Way.WAIT]
-    assert choose_ways([Miss()], BYTES, rates) == [Way.WAIT]
-    assert choose_ways([], BYTES, rates, link_ahead_bytes=5.0) == []
+    assert choose_ways([Miss(BYTES, 4), Miss(BYTES, 1), Miss(BYTES, 3)], rates) == [Way.WAIT, Way.CPU, Way.WAIT]
+    assert choose_ways([Miss(BYTES), Miss(BYTES)], rates) == [Way.CPU, Way.WAIT]
+    assert choose_ways([Miss(BYTES)], rates) == [Way.WAIT]
+    assert choose_ways([], rates, link_ahead_bytes=5.0) == []
 
 
 def test_what_is_on_its_way_is_waited_for_while_the_cpu_could_not_be_sooner():
     rates = Rates(10.0, 10.0)
-    assert choose_ways([Miss(on_its_way=True)], BYTES, rates, 0.9 * BYTES) == [Way.WAIT]
-    assert choose_ways([Miss(on_its_way=True)], BYTES, rates, 1.1 * BYTES) == [Way.CPU]
+    assert choose_ways([Miss(BYTES, on_its_way=True)], rates, 0.9 * BYTES) == [Way.WAIT]
+    assert choose_ways([Miss(BYTES, on_its_way=True)], rates, 1.1 * BYTES) == [Way.CPU]
 
 
 def test_deterministic_ways_do_not_look_at_the_queue_and_cpu_means_always():
-    two, rates = [Miss(), Miss()], (Rates(10.0, 9.0),)
-    assert Ways("auto", rates).choose(0, BYTES, two, 1e9) == [Way.CPU, Way.CPU]
-    assert Ways("auto", rates, deterministic=True).choose(0, BYTES, two, 1e9) == Ways("auto", rates).choose(0, BYTES, two, 0.0)
-    assert Ways("cpu", (Rates(1e9, 1.0),)).choose(0, BYTES, two, 0.0) == [Way.CPU, Way.CPU]
+    two, rates = [Miss(BYTES), Miss(BYTES)], (Rates(10.0, 9.0),)
+    assert Ways("auto", rates).choose(0, two, 1e9) == [Way.CPU, Way.CPU]
+    assert Ways("auto", rates, deterministic=True).choose(0, two, 1e9) == Ways("auto", rates).choose(0, two, 0.0)
+    assert Ways("cpu", (Rates(1e9, 1.0),)).choose(0, two, 0.0) == [Way.CPU, Way.CPU]
 
 
 @pytest.mark.parametrize("bad", [(0, 1), (1, 0), (1, 1, -1.0), (float("nan"), 1)])

@@ -188,6 +188,38 @@ def test_formats_that_are_computed_are_those_that_are_said(packed):
         engine.check_integrity()
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize(("formats", "retention"), [("4/0", 0.75), ("4/2", 1.0)])
+def test_misses_computed_below_change_no_bit_of_a_policy(packed, formats, retention):
+    """Whoever is absent is wanted in one format, whichever way it is served; in these two, also whoever is there."""
+    with vismoe.load(packed, device="cpu", context=512, memory="100%") as engine:
+        inputs = engine.processor.apply_chat_template(ask(), add_generation_prompt=True, tokenize=True, return_dict=True,
+                                                      return_tensors="pt")  # fmt: skip
+    found, below = {}, {}
+    for misses in ("wait", "cpu", "auto"):
+        link = dict(emulated_link_bytes_per_s=2e7, misses=misses)
+        with load(packed, "importance", formats=formats, retention=retention, memory="10%", kernels="fast", **link) as engine:
+            out = engine.model.generate(
+                **inputs, do_sample=False, max_new_tokens=8, output_logits=True, return_dict_in_generate=True
+            )
+            counts = vismoe.runtime_of(engine.model).pager.metrics.snapshot()
+            found[misses], below[misses] = torch.cat(out.logits), counts.total("computed_on_host")
+            assert counts.total("misses") >= below[misses]
+            engine.check_integrity()
+    assert torch.equal(found["wait"], found["cpu"]) and torch.equal(found["wait"], found["auto"])
+    assert below["wait"] == 0 < below["auto"] and below["cpu"] > 0
+
+
+def test_wanted_in_less_precision_a_miss_is_computed_below_in_less(packed):
+    with load(
+        packed, "importance", formats="4/2", retention=0.6, memory="10%", misses="cpu", emulated_link_bytes_per_s=2e7
+    ) as engine:
+        _, figures = said(engine)
+        assert sum(figures.formats.values()) == pytest.approx(1) and figures.formats["int2"] > 0.2
+        assert figures.counters.total("computed_on_host") > 0 and figures.counters.total("served_lower") == 0
+        engine.check_integrity()
+
+
 # ------------------------------------------------------------------ hotness
 def test_under_hotness_nobody_ever_waits_and_the_plan_holds(packed):
     with load(packed, "hotness", formats="16/4") as engine:

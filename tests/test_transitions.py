@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Collection, Iterator
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,15 +18,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import SEARCHING
+from test_below import FAST_LINK, CopyMover
 from test_pager import EVERY, interrupt_at_random, interrupt_everywhere
 
 from vismoe.errors import ClosedError, TransferError
 from vismoe.metrics import Snapshot
-from vismoe.paging.miss import Rates, Upgrades
+from vismoe.paging.miss import Rates, Upgrades, Ways
 from vismoe.paging.page_table import READY
 from vismoe.paging.pager import Lease, Pager
 from vismoe.paging.transfer import DiskMover
 from vismoe.pair import Format, FormatPair
+from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
 from vismoe.precision.policy import Policy
 from vismoe.types import HIGH, LOW, ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
@@ -82,7 +85,8 @@ class FormatStore:
 class Bench:
     """A pager over experts of two formats, and what can be said of it from outside.
 
-    slabs: (high, low) of each geometry.
+    slabs: (high, low) of each geometry. below: how misses are served from two tiers of host memory of `host_records` each, "cpu"
+    or "auto"; None: there are none.
     """
 
     def __init__(
@@ -95,6 +99,8 @@ class Bench:
         importance: bool = False,
         rates: Rates = NEVER_IN_TIME,
         deterministic: bool = False,
+        below: Literal["cpu", "auto"] | None = None,
+        host_records: int = 0,
         **kw,
     ):
         layouts = [
@@ -110,9 +116,12 @@ class Bench:
         )
         policy = Policy(FormatPair(Format.INT4, Format.INT2), hotness, importance)
         upgrades = Upgrades(policy, (rates,) * len(slabs), deterministic)
-        self.pager = Pager(
-            self.inventory, self.pools, DiskMover(*self.stores), upgrades=upgrades, deterministic=deterministic, **kw
-        )
+        self.hosts = [
+            HostTier(store, (host_records,) * len(slabs), False, of_format) for store, of_format in zip(self.stores, layouts)
+        ]
+        mover = CopyMover(*self.hosts) if below else DiskMover(*self.stores)
+        ways = Ways(below, (FAST_LINK,) * len(slabs)) if below else None
+        self.pager = Pager(self.inventory, self.pools, mover, upgrades=upgrades, deterministic=deterministic, ways=ways, **kw)
         self._addresses = [table.pool.addresses.copy() for table in self.pager.tables]
         self._memory = [pool.buffer.data_ptr() for pools in self.pools for pool in pools]
 
@@ -143,7 +152,8 @@ class Bench:
     def lent_by(self, demand: Lease, layer: int, in_order: bool = False) -> Iterator[tuple[int, int]]:
         """(expert, its format) one by one: the right record at the right address, as long as it is lent."""
         for group in demand.groups(in_order):
-            assert group and not group.on_host
+            assert group and (self.pager.ways is not None or not group.on_host)
+            assert not group.on_host or len(set(group.precisions.tolist())) == 1, "a group is in one format"
             there = []
             for lent, address, precision in zip(group, group.addresses.tolist(), group.precisions.tolist()):
                 assert lent.weights["w"].data_ptr() == address and lent.precision == precision
@@ -169,6 +179,9 @@ class Bench:
         for table, addresses in zip(pager.tables, self._addresses, strict=True):
             assert (table.pool.addresses == addresses).all(), "a slab has moved"
         assert [pool.buffer.data_ptr() for pools in self.pools for pool in pools] == self._memory
+        for host in self.hosts:
+            host.check_integrity()
+            assert not (between_demands and host._held), "something is held although nothing is computed"
         if between_demands:
             with pager.lock:
                 for table in pager.tables:
@@ -260,6 +273,42 @@ def test_importance_computes_everybody_in_the_format_it_wants(slabs, order, thre
     assert counts.total("evictions") > 100
     assert counts.total("served_lower") <= bench.stores[HIGH].failures, "what was not there was taken as it is"
     assert counts.total("promotions") + counts.total("demotions") == 0, "nothing moves unasked"
+
+
+@pytest.mark.budget(3)
+@pytest.mark.parametrize("below", ["cpu", "auto"])
+@pytest.mark.parametrize(("slabs", "host_records"), [((2, 2), 3), ((3, 5), 12), ((9, 7), 48)])
+def test_importance_computes_misses_below_in_the_format_it_wants(slabs, host_records, below):
+    steps = 1000 * MORE
+    bench = walk(12, steps, Bench([8] * 6, [0] * 6, [slabs], importance=True, below=below, host_records=host_records, threads=2))
+    counts = bench.pager.metrics.snapshot()
+    least = host_records if below == "cpu" else -1  # auto computes where a copy would be late, which is up to the machine
+    assert least < counts.total("computed_on_host") < counts.total("misses")
+    sizes = [pool.layout.record_bytes for pool in bench.pools[0]]
+    assert counts.total("bytes_computed_on_host") <= counts.total("computed_on_host") * max(sizes)
+    assert counts.total("served_lower") <= bench.stores[HIGH].failures, "what was not there was taken as it is"
+
+
+def test_one_group_from_below_is_in_one_format_and_what_is_there_in_less_is_waited_for():
+    bench = Bench([6], [0], [(4, 2)], importance=True, below="cpu", host_records=6, threads=1)
+    with bench.running():
+        bench.pager.begin_step(Phase.DECODE)
+        assert bench.serve(0, [5], np.zeros(6, dtype=bool)) == {5: LOW}, "nothing is in host memory yet, so it is copied"
+        for host in bench.hosts:
+            for expert in range(6):
+                with host.lease(ExpertId(0, expert)):
+                    pass
+        bench.pager.begin_step(Phase.DECODE)
+        wishes = np.array([True, False, True, False, True, False])
+        with bench.pager.demand(0, [0, 1, 2, 3], high=wishes) as demand:
+            groups = [(group.on_host, group.experts, group.precisions.tolist()) for group in demand.groups(in_order=False)]
+        assert groups == [(True, [0, 2], [HIGH, HIGH]), (True, [1, 3], [LOW, LOW])]
+        counts = bench.pager.metrics.snapshot()
+        assert (counts.total("computed_high"), counts.total("computed_low"), counts.total("computed_on_host")) == (2, 3, 4)
+        record_bytes = [pool.layout.record_bytes for pool in bench.pools[0]]
+        assert counts.total("bytes_computed_on_host") == 2 * sum(record_bytes)
+        with bench.pager.demand(0, [5], high=np.ones(6, dtype=bool)) as demand:
+            assert [(group.on_host, group.precisions.tolist()) for group in demand.groups(in_order=False)] == [(False, [HIGH])]
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(2, 6), min_size=4, max_size=4), st.sampled_from(["lru", "lfu"]))

@@ -55,8 +55,9 @@ class Demand:
         self._asked: set[Ticket] = set()  # copies that it asked for itself; only their failure is its own
         self.all_slabs: np.ndarray | None = None  # of the demand, where all of it is resident
         self._tokens = dict(zip(self.todo, tokens)) if tokens is not None else {}  # that chose each; else one
-        self.host_compute = HostCompute(core, layer, ways) if ways is not None else None
         self._upgrading = Upgrading(core, layer, high, first) if table.pool.precision is not None else None
+        wanted_in = self._upgrading.precision if self._upgrading is not None else None
+        self.host_compute = HostCompute(core, layer, ways, wanted_in) if ways is not None else None
         self._stall_s = self._began_s = 0.0
         self._streaming = core.streaming[core.inventory.layers[layer].geometry]
         self._fixed: Collection[int] | None = None  # in a streamed decode pass, what stays
@@ -115,6 +116,8 @@ class Demand:
         if group.on_host:
             assert self.host_compute is not None
             self.host_compute.computed(group.experts, self._counted)
+            if self._upgrading is not None and self._counted != ():
+                self._upgrading.count(group, self._tokens)
             slabs = self._table.slab_of[np.add(group.experts, self._base)]
             self._leave(slabs[slabs >= 0])
         else:
@@ -245,7 +248,10 @@ class Demand:
 
     # -- misses that are computed below the device
     def _choose_on_host(self, host_compute: HostCompute) -> None:
-        host_compute.choose(sorted([*self.absent, *self.tickets]), self.tickets, self._tokens)
+        missing = sorted([*self.absent, *self.tickets])
+        if self._upgrading is not None:  # for more precision than is there, the policy decides whether to wait
+            missing = [expert for expert in missing if not self._upgrading.waits_for(expert)]
+        host_compute.choose(missing, self.tickets, self._tokens)
         self.absent = [expert for expert in self.absent if expert not in host_compute.experts]
         self.tickets = {expert: ticket for expert, ticket in self.tickets.items() if expert not in host_compute.experts}
 

@@ -22,12 +22,14 @@ class Lent(NamedTuple):
 
 class Group:
     """Experts of one layer that lie in the slabs of one geometry, good until the next group is asked for. Iterate for their
-    weights."""
+    weights. `precision`: which format of a pair all of a pool of one format are in; None: there is no pair, or the pool knows."""
 
-    __slots__ = ("_pool", "experts", "on_host", "slabs")
+    __slots__ = ("_pool", "_precision", "experts", "on_host", "slabs")
 
-    def __init__(self, experts: list[int], pool: SlabPool | Slabs, slabs: np.ndarray, on_host: bool = False):
-        self.experts, self._pool, self.slabs, self.on_host = experts, pool, slabs, on_host
+    def __init__(
+        self, experts: list[int], pool: SlabPool | Slabs, slabs: np.ndarray, on_host: bool = False, precision: int | None = None
+    ):
+        self.experts, self._pool, self.slabs, self.on_host, self._precision = experts, pool, slabs, on_host, precision
 
     def __len__(self) -> int:
         return len(self.experts)
@@ -40,7 +42,7 @@ class Group:
     def one_by_one(self) -> "Iterator[Group]":
         """Groups of one expert each."""
         for i, expert in enumerate(self.experts):
-            yield Group([expert], self._pool, self.slabs[i : i + 1], self.on_host)
+            yield Group([expert], self._pool, self.slabs[i : i + 1], self.on_host, self._precision)
 
     @property
     def addresses(self) -> np.ndarray:
@@ -50,6 +52,8 @@ class Group:
     @property
     def precisions(self) -> np.ndarray | None:
         """uint8 `[n]`: which format of the pair each expert is in; None where there is one format."""
+        if self._precision is not None:
+            return np.full(len(self.slabs), self._precision, np.uint8)
         return None if self._pool.precision is None else self._pool.precision[self.slabs]
 
 

@@ -30,13 +30,14 @@ class Way(enum.Enum):
 class Miss(NamedTuple):
     """One missing expert of the layer."""
 
+    nbytes: int  # of its record, in the format that was demanded
     tokens: int = 1  # that chose it
     on_its_way: bool = False  # a copy began before it was demanded; it needs no more of the link
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one geometry in one format, measured or nominal."""
+    """Of one geometry, measured or nominal."""
 
     link_bytes_per_s: float
     cpu_bytes_per_s: float  # of weights that the kernels read from host memory, at one token
@@ -54,26 +55,29 @@ class Rates:
         return max(expert_bytes / self.cpu_bytes_per_s, tokens * self.cpu_s_per_token)
 
 
-def choose_ways(
-    misses: Sequence[Miss], expert_bytes: int, rates: Rates, link_ahead_bytes: float = 0.0, cpu_ahead_s: float = 0.0
-) -> list[Way]:
+def choose_ways(misses: Sequence[Miss], rates: Rates, link_ahead_bytes: float = 0.0, cpu_ahead_s: float = 0.0) -> list[Way]:
     """A way for each of a layer's misses, such that the later of link and CPU finishes as early as possible.
 
     `link_ahead_bytes` are on the link before any of these, those on their way included; `cpu_ahead_s` of work wait for the CPU.
-    All experts of a layer have the same size, so the best division gives the CPU those with the fewest tokens: every
-    number of them is tried. Ties by position, and in favour of copies, which stay on the device.
+    The CPU gets those whose computation takes least of their copy's time: every number of them is tried. Where all have the same
+    size, which they have in one format, these are the ones with the fewest tokens, and no division is done sooner; with two
+    formats it is the usual approximation. Ties by position, and in favour of copies, which stay on the device.
     """
+
+    def on_cpu_s(miss: Miss) -> float:
+        return rates.cpu_s(miss.nbytes, miss.tokens)
+
     ways = [Way.WAIT] * len(misses)
     fresh = [i for i, miss in enumerate(misses) if not miss.on_its_way]
     coming = [i for i, miss in enumerate(misses) if miss.on_its_way]
-    fresh.sort(key=lambda i: rates.cpu_s(expert_bytes, misses[i].tokens))
+    fresh.sort(key=lambda i: on_cpu_s(misses[i]) / misses[i].nbytes)
     by_cpu = fresh + coming  # in this order; those that come by themselves all together or not at all
-    cpu_s = list(itertools.accumulate((rates.cpu_s(expert_bytes, misses[i].tokens) for i in by_cpu), initial=cpu_ahead_s))
-    ahead_s, copy_s = rates.copy_s(link_ahead_bytes), rates.copy_s(expert_bytes)
+    cpu_s = list(itertools.accumulate((on_cpu_s(misses[i]) for i in by_cpu), initial=cpu_ahead_s))
+    copied = [link_ahead_bytes + sum(misses[i].nbytes for i in fresh[count:]) for count in range(len(fresh) + 1)]
 
     def finished_s(count: int) -> float:
         """When all is done, if the first `count` of `by_cpu` are computed there."""
-        link_s = ahead_s + max(0, len(fresh) - count) * copy_s if count < len(by_cpu) else 0.0
+        link_s = rates.copy_s(copied[min(count, len(fresh))]) if count < len(by_cpu) else 0.0
         return max(link_s, cpu_s[count] if count else 0.0)
 
     counts = [*range(len(fresh) + 1), len(by_cpu)]
@@ -90,11 +94,11 @@ class Ways:
     rates: tuple[Rates, ...]  # by geometry
     deterministic: bool = False  # decide by bytes and tokens only: nothing is copied unasked, and what is queued does not count
 
-    def choose(self, geometry: int, expert_bytes: int, misses: Sequence[Miss], link_ahead_bytes: float) -> list[Way]:
+    def choose(self, geometry: int, misses: Sequence[Miss], link_ahead_bytes: float) -> list[Way]:
         """A way for each of a layer's misses."""
         if self.policy == "cpu":
             return [Way.CPU] * len(misses)
-        return choose_ways(misses, expert_bytes, self.rates[geometry], 0.0 if self.deterministic else link_ahead_bytes)
+        return choose_ways(misses, self.rates[geometry], 0.0 if self.deterministic else link_ahead_bytes)
 
 
 @dataclass(frozen=True)

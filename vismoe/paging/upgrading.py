@@ -29,6 +29,10 @@ class Upgrading:
         low = self._high is not None and not self._high[expert]
         return LOW if low and self._table.pool.capacity_of(LOW) else HIGH
 
+    def waits_for(self, expert: int) -> bool:
+        """It is there in less precision than was demanded, and its copy of more is waited for."""
+        return expert in self._waiting
+
     def lacking(
         self, todo: Sequence[int], slabs: np.ndarray, tokens: Mapping[int, int], start_load: Callable[[int, Room, bool], None]
     ) -> np.ndarray:

@@ -42,8 +42,8 @@ def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayou
     `why_no_kernels`: what keeps ours from computing them. Raises ConfigError for misses='cpu' where that cannot be.
     """
     why_not = why_no_kernels
-    if settings.pair is not None:
-        why_not = f"policy={settings.policy!r} keeps experts in two formats, and misses of those wait"
+    if "hotness" in settings.policy:
+        why_not = f"policy={settings.policy!r} keeps every expert on the device, so nothing misses"
     if device.type == "cpu" and settings.emulated_link_bytes_per_s is None:
         why_not = "there is no host memory below the device here: the experts are in RAM or on disk"
     if why_not and settings.misses == "cpu":

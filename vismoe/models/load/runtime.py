@@ -234,7 +234,8 @@ def _service(
     configuration.limit_gpu()
     mover, inventory = _mover(configuration, tiers if tiers is not None else []), experts.inventory
     ways = experts.ways
-    if ways is not None and ways.deterministic and sum(plan.host_slabs) < plan.total_experts:
+    records = (plan.host_slabs, plan.low_host_slabs)[: len(configuration.stores.by_precision)]
+    if ways is not None and ways.deterministic and min(map(sum, records)) < plan.total_experts:
         ways = None  # what lies in host memory depends on when it was read
     about = {"kernels": experts.backend, "mover": type(mover).__name__, "reads": "; ".join(plan.reading)}
     about["misses"] = f"{settings.misses}: {ways.rates[0]}" if ways is not None else "wait"

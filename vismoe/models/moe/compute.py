@@ -152,7 +152,8 @@ class FastWork:
     def part(self, lent: Lent) -> torch.Tensor:
         """One expert's rows `[n, H]` float32, multiplied by the routing weights."""
         address = np.array([next(iter(lent.weights.values())).data_ptr()])  # a record begins with its first section
-        return self._parts(Records([lent.expert], address), self._pairs([lent.expert]))
+        precisions = np.array([lent.precision], np.uint8) if len(self._kernel.formats) > 1 else None
+        return self._parts(Records([lent.expert], address, precisions), self._pairs([lent.expert]))
 
     def parts_of(self, group: Group) -> torch.Tensor:
         """The rows float32 `[n, H]` of a group's experts, expert by expert."""

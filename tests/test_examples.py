@@ -52,6 +52,8 @@ ANSWERS = {  # to a question about the picture of its example; a tuple: about no
 }
 SUBSTITUTES = (  # what stands in a command, and what is run in its place
     (r"Qwen/Qwen3-VL-30B-A3B-Instruct|\bMODEL\b|\./my-(model|vlm)", "./model"),
+    (r"assets/gallery-model", str(demo_model().parent / "gallery-model")),
+    (r"\b(WORLD|DOMAIN)\b", "maps"),
     (r"--memory \d+GiB", "--memory 2GiB"),
     (r"--context 8192", "--context 2048"),
     (r"/mnt/nvme", "nvme"),

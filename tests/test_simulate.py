@@ -13,7 +13,7 @@ from vismoe.errors import ConfigError
 from vismoe.planning.needs import CacheLayer, Curve, Footprint
 from vismoe.simulate import predict as predicting
 from vismoe.simulate.find import find
-from vismoe.simulate.machines import HardwarePart, PartsTable, VirtualMachine
+from vismoe.simulate.machines import DECODE_SHARE, READ_SHARE, HardwarePart, PartsTable, VirtualMachine
 from vismoe.simulate.predict import Described, Workload, predict
 from vismoe.trace.synthetic import inventory_of
 
@@ -65,7 +65,15 @@ def test_without_room_every_expert_crosses_the_link():
     assert told.hit_rate < 0.05 and told.limit == "link"
     assert told.link_bytes == pytest.approx((1 - told.hit_rate) * copied)
     expected = told.link_bytes / 10e9 + (OTHER + copied) / 200e9
-    assert 1 / told.tokens_per_s == pytest.approx(expected, rel=1e-3)
+    assert 1 / told.tokens_per_s == pytest.approx(expected, rel=0.03)  # the few that are there are computed meanwhile
+
+
+def test_over_a_link_what_is_there_is_computed_while_the_rest_comes():
+    told = predict(model(), machine(gpu=20.0, link=10.0), of("50%"), UNIFORM)
+    beside = OTHER + LAYERS * TOP_K * RECORD
+    assert told.waiting_s < told.link_s and told.waiting_s + beside / 20e9 == pytest.approx(1 / told.tokens_per_s)
+    hidden = told.hit_rate * LAYERS * TOP_K * RECORD / 20e9
+    assert told.link_s - told.waiting_s <= hidden * 1.01
 
 
 def test_what_ram_does_not_hold_comes_from_disk():
@@ -78,7 +86,7 @@ def test_what_ram_does_not_hold_comes_from_disk():
 def test_a_processor_reads_its_disk_or_its_page_cache():
     warm, cold = (predict(model(), machine(ram_gb=ram), of("25%"), UNIFORM) for ram in (64.0, 3.2))
     assert warm.disk_s == 0 and cold.limit == "disk" and cold.tokens_per_s < warm.tokens_per_s
-    expected = cold.disk_bytes / 1e9 + (OTHER + LAYERS * TOP_K * RECORD) / 50e9
+    expected = cold.disk_bytes / (1e9 * READ_SHARE) + (OTHER + LAYERS * TOP_K * RECORD) / (50e9 * DECODE_SHARE)
     assert 1 / cold.tokens_per_s == pytest.approx(expected, rel=1e-3)
 
 
@@ -154,7 +162,7 @@ def test_drafts_that_are_right_save_passes():
 
 def test_a_copy_that_drafts_promises_what_is_missing():
     """Its passes take time, in which the link carries what they name."""
-    slow = machine(gpu=1.0, link=10.0)
+    slow = machine(gpu=20.0, link=5.0)
     asked, work = dict(draft_tokens=3), dataclasses.replace(UNIFORM, accepted=0.9)
     copy, text = (predict(model(), slow, of("50%", draft=kind, **asked), work) for kind in ("self", "ngram"))
     assert copy.waiting_s < text.waiting_s

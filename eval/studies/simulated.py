@@ -7,6 +7,7 @@ skew. Prints a table, then one JSON object. `--page FILE` makes docs/machines.md
 
 import argparse
 import dataclasses
+import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from vismoe.machine.hardware import cores
 from vismoe.machine.rates import QUICK, dram_rates
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
-from vismoe.simulate.machines import HardwarePart, PartsTable, VirtualMachine, here
+from vismoe.simulate.machines import REQUEST_BYTES, HardwarePart, PartsTable, VirtualMachine, here
 from vismoe.simulate.predict import Prediction, Workload, predict
 from vismoe.simulate.replay import aligned_columns
 from vismoe.types import Phase
@@ -118,15 +119,23 @@ def machine(parts: dict[str, HardwarePart], memory_rate: float, disk_rate: float
     return VirtualMachine(ram, disk, parts["cpu"], link=over)
 
 
+def read_rate(folder: Path) -> float:
+    """Bytes per second of the disk past the page cache, with as many readers as the pager has at most."""
+    curve = disk_rates(folder, QUICK).curve(direct=True, request_bytes=REQUEST_BYTES)
+    return max(rate.bytes_per_s for rate in curve if rate.depth <= cores())
+
+
 def compared(folder: Path, settings: Sequence[tuple[str, str, str]] = SETTINGS) -> Iterator[Compared]:
     """Every setting, measured and predicted. Raises ConfigError without the rates of `vismoe doctor`."""
     parts = {part.kind: part for part in here(folder)}
     config = geometry_config(GEOMETRY, LAYERS)
     config.eos_token_id = None
     model = write_checkpoint(config, model_class_of(GEOMETRY), folder / "simulated", skew=SKEW).folder
+    os.sync()  # what was just written would be measured too
     for memory, below, misses in settings:
         link = below if below not in ("disk", "page cache") else None
         rates = [dram_rates(cores(), QUICK.dram_bytes).bytes_per_s]
+        disks = [read_rate(folder)] if below == "disk" else []
         reads: Any = {"disk": "direct", "page cache": "cached"}.get(below, "auto")
         asked = Settings.of(
             memory=memory, misses=misses, reads=reads, parallel=1, context=PROMPT + NEW, kernels="auto", lookahead="none",
@@ -134,9 +143,9 @@ def compared(folder: Path, settings: Sequence[tuple[str, str, str]] = SETTINGS) 
         )  # fmt: skip
         speed, hits = measured(model, asked)
         rates.append(dram_rates(cores(), QUICK.dram_bytes).bytes_per_s)
-        best = disk_rates(folder, QUICK).best(direct=True) if below == "disk" else None
+        disks += [read_rate(folder)] if disks else []
         rate = statistics.mean(rates)
-        place = machine(parts, rate, best.bytes_per_s if best else None, link)
+        place = machine(parts, rate, statistics.mean(disks) if disks else None, link)
         guess = predict(described(str(model)), place, asked, Workload(prompt_tokens=PROMPT, skew=SKEW))
         yield Compared(memory, below, misses, speed, hits, guess, rate)
 

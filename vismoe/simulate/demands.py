@@ -76,6 +76,7 @@ class Conditions:
     link_bytes_per_s: float | None = None  # None: transfers take no time
     compute_s_per_layer: float = 0.0  # everything of one decoder layer but waiting and what grows with the tokens
     compute_s_per_token: float = 0.0  # that each token adds while the layer's experts are computed
+    overlaps: bool = False  # decode computes what is on the device while the rest is copied
     lookahead_s: float = 0.0  # of asking the lookahead at one layer
     misses: Literal["wait", "cpu", "auto"] = "wait"  # wait for copies, compute them below, or what is done sooner
     cpu_bytes_per_s: float | None = None  # of expert weights that the CPU reads and computes with, at one token

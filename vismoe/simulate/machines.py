@@ -28,6 +28,10 @@ SYSTEM_BYTES = 2 * 2**30  # of RAM that other programs hold: an assumption
 CONTEXT_BYTES = 2**29  # of a GPU's memory that its context and a desktop hold: an assumption
 RAM_SIZES_GB = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # that are sold
 FIGURE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])i?b(/s)?", re.I)
+DECODE_SHARE = 0.75  # of the rate at which a processor reads memory, what the matrices of a token reach (docs/simulate.md)
+COPY_SHARE = 0.85  # of the rate at which a page cache is copied for a while, what the copies of a pass reach
+READ_SHARE = 0.75  # of a disk's rate, what the reads of a pass reach: nothing is read between two layers' misses
+REQUEST_BYTES = 8 * 2**20  # an expert in 16 bits, about: at this size the measured rate of a disk is looked up
 UNIT_GB = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
 
 
@@ -83,21 +87,23 @@ class VirtualMachine:
 
     @property
     def weights_bytes_per_s(self) -> float:
-        """Of the memory of the device."""
-        return self._reached(self.gpu or self.ram)
+        """Of weights in the memory of the device, to compute with them."""
+        return self._reached(self.gpu) if self.gpu is not None else self.host_bytes_per_s
 
     @property
     def host_bytes_per_s(self) -> float:
-        return self._reached(self.ram)
+        """Of weights in RAM, for the processor to compute with them."""
+        return self._reached(self.ram) * DECODE_SHARE
 
     @property
     def disk_bytes_per_s(self) -> float:
-        return self._reached(self.disk)
+        """Of experts that miss."""
+        return self._reached(self.disk) * READ_SHARE
 
     @property
     def cached_bytes_per_s(self) -> float:
         """Of what the page cache holds: a copy, which reads and writes, and is read again."""
-        return self.disk.cached_gb_per_s * 1e9 or self.host_bytes_per_s / 4
+        return self.disk.cached_gb_per_s * 1e9 * COPY_SHARE or self._reached(self.ram) / 4
 
     @property
     def link_bytes_per_s(self) -> float | None:
@@ -134,7 +140,7 @@ def here(path: str | Path) -> list[HardwarePart]:
     """RAM, processor and the disk of `path`, as `vismoe doctor` measured them. Raises ConfigError without that."""
     profile = load_profile()
     disk = disk_of(profile, path) if profile is not None else None
-    best = disk.best() if disk is not None else None
+    best = disk.best(request_bytes=REQUEST_BYTES) if disk is not None else None
     if profile is None or disk is None or best is None:
         raise ConfigError(f"machine 'here': the disk of {path} is not measured. Fix: vismoe doctor --path {path}")
     kernels = cpu.setup()

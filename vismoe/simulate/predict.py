@@ -7,8 +7,9 @@ evicted (virtual_pager.py), and time is bytes over rates:
                                 + (weights beside experts + keys and values + distinct experts) / weights_bytes_per_s    memory
                                 + waiting for copies over the link, behind them the disk, or for experts computed in host memory
 
-Arithmetic, memory and waiting add up: a layer's misses are awaited before it computes (the pager overlaps a little of it), and no
-lookahead guesses. Prompts are text; what attention to a prompt's own tokens and a vision tower take is not in it.
+Over a link, a layer computes what is on the device while the rest is copied. Without one, arithmetic, memory and waiting add
+up: the cores that compute also read. No lookahead guesses.
+Prompts are text; what attention to a prompt's own tokens and a vision tower take is not in it.
 Of models with equal layers only some are replayed (SAMPLED_LAYERS), with their share of the slabs.
 """
 
@@ -82,7 +83,7 @@ class Prediction:
     link_s: float
     disk_s: float
     host_s: float  # experts computed in host memory
-    waiting_s: float
+    waiting_s: float  # what computing does not hide
     link_bytes: float
     disk_bytes: float
     memory_bytes_read: float
@@ -278,6 +279,7 @@ class SimulatedRun:
             link_bytes_per_s=self.link_bytes_per_s,
             compute_s_per_layer=fixed_s,
             compute_s_per_token=token_s,
+            overlaps=machine.link is not None,  # on a processor alone the cores that compute also copy
             **below,
         )
 

@@ -2,9 +2,10 @@
 
 What is lent, copied and evicted is decided by the core that the pager drives (paging/residency.py, paging/demand.py). What is
 simpler here is time: one link that carries demands before guesses and finishes what it began, and a layer that computes when its
-last expert has arrived, so transfers of a prefill chunk do not overlap with its own compute: first its experts one by one, as
-long as the tokens take, then a fixed time for the rest of a decoder layer. What the CPU computes below the device takes as long
-as its rates say, beside the link. Without a link rate copies take no time. A pass that drafts a token takes a given time.
+last expert has arrived, so copies do not overlap with the computing of their own layer (unless `overlaps`, in decode): first its
+experts one by one, as long as the tokens take, then a fixed time for the rest of a decoder layer. What the CPU computes below the
+device takes as long as its rates say, beside the link. Without a link rate copies take no time. A pass that drafts a token takes
+a given time.
 """
 
 from collections import OrderedDict
@@ -77,6 +78,10 @@ class VirtualPager:
         come = () if in_order else {*demand.absent, *demand.tickets}  # and are computed after what is here
         asked_s = self._look_ahead(recorded)
         cpu_s = demand.host_compute.seconds() if demand.host_compute is not None else 0.0
+        tokens = int(recorded.tokens.sum()) / self.inventory.layers[recorded.layer].top_k
+        expert_s = tokens * self.conditions.compute_s_per_token / max(1, len(demand.todo))
+        if self.conditions.overlaps and come:
+            self._compute_here(demand, come, expert_s)
         while demand.absent:  # larger than the pool, or streaming: slabs are taken again as soon as they are computed
             group = demand.next_group(in_order)
             if group:
@@ -87,8 +92,7 @@ class VirtualPager:
             self._wait(demand, in_order, began_s + cpu_s)
         self._use_link_until(began_s + cpu_s)
         self.now_s = max(self.now_s, began_s + asked_s)  # asked while copies were under way
-        tokens = int(recorded.tokens.sum()) / self.inventory.layers[recorded.layer].top_k
-        self._compute(demand, in_order, come, tokens * self.conditions.compute_s_per_token)
+        self._compute(demand, in_order, come, expert_s)
         self._use_link_until(self.now_s + self.conditions.compute_s_per_layer)
         demand.close(self.now_s)
         self._step_ended_s = self.now_s
@@ -168,11 +172,20 @@ class VirtualPager:
             self._land()
         demand.waited(max(0.0, self.now_s - began_s))
 
-    def _compute(self, demand: Demand, in_order: bool, come: Collection[int], seconds: float) -> None:
-        """In `seconds` those that are on the device: in decode what was here in one call, and what had to `come` one by one after
-        it, otherwise all one by one; the link is free meanwhile."""
+    def _compute_here(self, demand: Demand, come: Collection[int], expert_s: float) -> None:
+        """What does not have to `come`, while the link carries what was demanded."""
         on_host = demand.host_compute.experts if demand.host_compute is not None else ()
-        expert_s = seconds / max(1, len(demand.todo) - len(on_host))
+        here = [expert for expert in demand.todo if expert not in come and expert not in on_host]
+        if here:
+            self._use_link_until(self.now_s + expert_s * len(here))
+            for one in list(demand.next_group(False).one_by_one()):
+                if one.experts[0] in here:
+                    demand.computed(one)
+
+    def _compute(self, demand: Demand, in_order: bool, come: Collection[int], expert_s: float) -> None:
+        """Those that are on the device: in decode what was here in one call, and what had to `come` one by one after it,
+        otherwise all one by one; the link is free meanwhile."""
+        on_host = demand.host_compute.experts if demand.host_compute is not None else ()
         here = () if in_order else {expert for expert in demand.todo if expert not in come and expert not in on_host}
         if here:
             self._use_link_until(self.now_s + expert_s * len(here))

@@ -41,6 +41,7 @@ QUESTIONS = 900
 WIDTH = 170  # of tables in a file, columns
 BATCH = 25  # questions answered together
 CONTEXT_TOKENS = 1024  # planned for each question
+MASK_MEMORY = "64MiB"  # of a batch about several pictures of 256 tokens each
 KEEPS = (0.7, 0.5, 0.3)
 WEIGHTS = (0.0, 0.1, 0.3, 0.5, 1.0, 2.0, 4.0, 8.0)
 SELECTIONS = ("affinity", "saliency", "distinct", "visionzip", "random", "uniform")
@@ -135,6 +136,7 @@ class Engines:
             self._path,
             memory="100%",
             context=BATCH * CONTEXT_TOKENS,
+            mask_memory=MASK_MEMORY,
             store="none",
             lookahead="none",
             deterministic=True,

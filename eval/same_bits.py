@@ -23,6 +23,7 @@ from vismoe import VisMoEConfig
 from vismoe.engine.engine import demo_model
 from vismoe.errors import ConfigError
 from vismoe.flags import SuggestingParser
+from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.load.preview import model_class, read_config
 
 PROMISED = ("less memory", "after others")  # for both kernels, in every type
@@ -76,7 +77,7 @@ def in_parts(model: PreTrainedModel, ids: torch.Tensor, first: int, more: int) -
     """The output of the last part, if the first has `first` tokens and each other up to `more`."""
     output = model(ids[:, :first], use_cache=True)
     for begin in range(first, ids.shape[1], more):
-        output = model(ids[:, begin : begin + more], past_key_values=output.past_key_values, use_cache=True)
+        output = model(ids[:, begin : begin + more], use_cache=True, **{CACHE: cache_in(output)})
     return output
 
 

@@ -32,6 +32,7 @@ from vismoe.lookahead.gate import GateLookahead
 from vismoe.lookahead.learned import LearnedLookahead
 from vismoe.lookahead.lookahead import Lookahead
 from vismoe.lookahead.network import Predictor, Shape
+from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.load.preview import model_class, read_config
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
@@ -131,11 +132,11 @@ def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) 
 
     try:
         with torch.inference_mode():
-            cache = model(input_ids=ids[:, :PROMPT_TOKENS], use_cache=True).past_key_values
+            cache = cache_in(model(input_ids=ids[:, :PROMPT_TOKENS], use_cache=True))
             for number, (token, way) in enumerate(zip(ids[:, PROMPT_TOKENS:].unbind(1), turns, strict=True)):
                 runtime.context.look_ahead_by(ways[way])
                 before_s = layers_s()
-                model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
+                model(input_ids=token[:, None], use_cache=True, **{CACHE: cache})
                 if number >= WARM_TOKENS:
                     took[way].append((layers_s() - before_s) / layers)
     finally:

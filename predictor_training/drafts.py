@@ -16,6 +16,7 @@ import torch
 from vismoe.config import MOST_DRAFTED
 from vismoe.engine.engine import Engine
 from vismoe.errors import BudgetError, ConfigError, InputError
+from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import PromptBuilder
 from vismoe.models.load.runtime import Runtime, runtime_of
@@ -140,7 +141,7 @@ def rounds_of(
         for module in modules:
             hooks.callback(module.register_forward_pre_hook(note).remove)
         begun = model(**inputs, logits_to_keep=1, use_cache=True)
-        cache, (latest,) = begun.past_key_values, passed(begun)[0]
+        cache, (latest,) = cache_in(begun), passed(begun)[0]
         ends, answered = _ends(model), 1
         room = min(tokens, runtime.plan.context - cache.get_seq_length() - drafts - 1)
         while answered < room and latest not in ends:
@@ -168,7 +169,7 @@ def rounds_of(
 
 def _further(model: Any, cache: Any, tokens: Sequence[int]) -> Any:
     """The model's outputs for tokens behind a cache, which they enter."""
-    return model(input_ids=torch.tensor([tokens], device=model.device), past_key_values=cache, use_cache=True)
+    return model(input_ids=torch.tensor([tokens], device=model.device), use_cache=True, **{CACHE: cache})
 
 
 def _ends(model: Any) -> set[int]:

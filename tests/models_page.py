@@ -22,7 +22,8 @@ HYBRID = "LinearAttentionAndFullAttentionLayer", "its keys pass through convolut
 KEEPS_ALL = {  # families whose visual tokens cannot be dropped: (a part of the pruner's reason, the reason in plain words)
     "diffusion_gemma": ("2 stacks", "an encoder and a decoder see the prompt"),
     "glm5_next": INDEXED,
-    "inkling2": HYBRID,
+    "hy_v4_vl": INDEXED,
+    **dict.fromkeys(("inkling2", "inkling2_loop"), HYBRID),
     "inkling_mm_model": HYBRID,
     "mistral_large4": INDEXED,
     "nemotron_h_omni + nemotron_h": ("DummyLayer", "its layers of experts are apart from those with keys and values"),
@@ -32,14 +33,20 @@ KEEPS_ALL = {  # families whose visual tokens cannot be dropped: (a part of the 
 ALONE = {  # families whose requests cannot decode in one pass: (a part of what is said, the reason in plain words)
     "glm5_next": ("number of dimensions", "a layer hands more to the next one than a row of tokens"),
     "hy_v4": ("Shared DSA layers", "layers share what an earlier one has chosen"),
+    **dict.fromkeys(
+        ("inkling2", "inkling2_loop"), ("must match the size", "its layers are handed distances to one sequence's keys")
+    ),
     "llama4": ("attend to chunks", "its layers attend to chunks"),
     "minimax": ("MiniMaxCache", "it has a cache of its own kind"),
     "qwen4_exp": ("Sizes of tensors", "its layers keep more than a row each"),
 }
+ROUNDED = {  # families whose bits in a shared pass depend on what this processor makes of float32 products: why
+    "hy_v4_vl": "its connections between layers are float32 products, which may round by the number of rows",
+}
 BY_MIXER = {  # families whose attention, or what takes its place, runs row by row with its projections
     *(
         "aria axk1 axk2 bailing_hybrid dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note flint gemma4 "
-        "glm4_moe_lite glm_moe_dsa gpt_oss granitemoe_swa inkling2 kimi_linear longcat_flash mimo_v2_flash minimax_m3_vl "
+        "glm4_moe_lite glm_moe_dsa gpt_oss granitemoe_swa hy_v4_vl kimi_linear longcat_flash mimo_v2_flash minimax_m3_vl "
         "mistral4 mistral_large4 muse_spark"
     ).split(),
     "internvl + gpt_oss",
@@ -144,7 +151,9 @@ def _batches(family: str) -> str:
     """Whether requests can decode in one pass."""
     if family in REFUSED or family in PREFILL_ONLY:
         return "-"
-    return f"no: {ALONE[family][1]}" if family in ALONE else "by layer" if family in BY_MIXER else "yes"
+    if family in ALONE:
+        return f"no: {ALONE[family][1]}"
+    return ("by layer" if family in BY_MIXER else "yes") + (f", to rounding: {ROUNDED[family]}" if family in ROUNDED else "")
 
 
 def rows(text: str) -> dict[str, list[str]]:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vismoe.models.family.caches import cache_in
+
 Hidden = torch.Tensor  # bool [B, tokens]: which are dropped, of all turns
 
 
@@ -21,7 +23,7 @@ def unseen(decoder: nn.Module, layers: nn.ModuleList, prune_layer: int, hidden: 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal total
         tokens = kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         total = tokens.shape[1] + (int(cache.get_seq_length()) if cache is not None else 0)
 
     def mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

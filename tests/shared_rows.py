@@ -7,6 +7,7 @@ import torch
 
 from vismoe.engine.generate import TokenLoop
 from vismoe.engine.shared_pass import SharedPasses
+from vismoe.models.family.caches import CACHE
 from vismoe.models.inputs.prompts import TEXT_INPUTS
 
 
@@ -52,7 +53,7 @@ class Sequences:
         for number in range(len(self.loops)):
             loop = copy.copy(self._turned(number))
             loop._prepared = copy.copy(loop._prepared)
-            loop._prepared.kwargs = {**loop._prepared.kwargs, "past_key_values": copy.deepcopy(loop.cache)}
+            loop._prepared.kwargs = {**loop._prepared.kwargs, CACHE: copy.deepcopy(loop.cache)}
             loop.watched = []
             loop.step()
             found += loop.watched
@@ -61,7 +62,7 @@ class Sequences:
     def one_by_one(self, drafted: list[int]) -> torch.Tensor:
         """The logits `[n + 1, V]` of passes for the first sequence's latest token and each of these; nothing changes."""
         loop = self._turned(0).ahead()
-        loop._prepared.kwargs["past_key_values"] = copy.deepcopy(loop.cache)
+        loop._prepared.kwargs[CACHE] = copy.deepcopy(loop.cache)
         loop.watched = []
         for token in (*drafted, 0):
             loop.step(said=token)

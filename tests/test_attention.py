@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vismoe.kernels import attention, cpu
+from vismoe.models.family.caches import CACHE
 from vismoe.models.moe.attention import IMPLEMENTATION, group_queries, grouped_attention, of_sequences
 from vismoe.models.moe.linears import serve_linears
 from vismoe.models.moe.norms import serve_norms
@@ -141,10 +142,10 @@ def test_rows_of_a_shared_pass_are_one_call(monkeypatch):
     )
     caches, ids = [DynamicCache(config=model.config) for _ in range(2)], torch.tensor([[3], [4]])
     for length, cache in zip((5, 300), caches, strict=True):
-        model(torch.arange(length)[None] % 50, past_key_values=cache)
+        model(torch.arange(length)[None] % 50, **{CACHE: cache})
     places = torch.tensor([[5], [300]])
     with shared_pass(model, rows := RowsCache(caches, kept=False)):
-        model(ids, past_key_values=rows, position_ids=places)
+        model(ids, **{CACHE: rows}, position_ids=places)
     assert sequences == [2] * len(model.model.layers)
 
 

@@ -21,6 +21,7 @@ from vismoe.cli.main import main
 from vismoe.config import Settings
 from vismoe.errors import BudgetError, CheckpointError, ConfigError, ContextError, UnsupportedModelError
 from vismoe.metrics import COUNTERS, PHASES
+from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.load import opening, runtime
 from vismoe.models.load.opening import arrange_experts
 from vismoe.models.load.preview import preview
@@ -82,12 +83,12 @@ def drafts_like(drafting, other, batch: int = 1, steps: tuple[int, ...] = (1, 1,
     """Passes of so many tokens out of the draft pool, behind a prompt, with the bits of `other` -> the first logits."""
     context = vismoe.runtime_of(drafting).context
     out = drafting(PROMPT.expand(batch, -1).contiguous(), use_cache=True)
-    cache, others, first = out.past_key_values, copy.deepcopy(out.past_key_values), None
+    cache, others, first = cache_in(out), copy.deepcopy(cache_in(out)), None
     for tokens in steps:
         following = out.logits[:, -1:].argmax(-1).expand(-1, tokens).contiguous()
         with context.drafting():
-            out = drafting(following, past_key_values=cache, use_cache=True)
-        theirs = other(following, past_key_values=others, use_cache=True)
+            out = drafting(following, use_cache=True, **{CACHE: cache})
+        theirs = other(following, use_cache=True, **{CACHE: others})
         assert torch.equal(out.logits, theirs.logits)
         assert_same(held(cache), held(others))
         first = out.logits if first is None else first
@@ -108,7 +109,7 @@ def test_a_draft_pass_has_the_bits_of_the_model_in_that_format(folder, format, k
     assert vismoe.runtime_of(model).backends["drafts"].endswith(f"drafts (self, {drafts.about})")
     with torch.inference_mode():
         out = model(PROMPT, use_cache=True)
-        exact = model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values).logits
+        exact = model(out.logits[:, -1:].argmax(-1), **{CACHE: cache_in(out)}).logits
     assert not torch.equal(drafted, exact)
     drafts_like(model, other, batch=3, steps=(1, 1))
 
@@ -136,10 +137,10 @@ def test_a_layer_promises_what_its_router_chose(folder):
     for _, module in opening.expert_modules(model):
         module.register_forward_pre_hook(lambda _, given: chosen.append(given[1:]))
     with torch.inference_mode():
-        cache = model(PROMPT, use_cache=True).past_key_values
+        cache = cache_in(model(PROMPT, use_cache=True))
         chosen.clear()
         with found.context.drafting():
-            model(torch.tensor([[7, 8]]), past_key_values=cache)
+            model(torch.tensor([[7, 8]]), **{CACHE: cache})
     promises = found.pager.promise
     assert [layer for layer, _, _ in promises] == list(range(len(chosen))) and chosen
     for (_, experts, weights), (index, factors) in zip(promises, chosen, strict=True):
@@ -206,15 +207,15 @@ def passes(model, prompt: torch.Tensor, drafts: list[int], recorded: bool) -> tu
     context, recorder = vismoe.runtime_of(model).context, Recorder()
     context.record_to(recorder if recorded else None)
     out = model(prompt, use_cache=True)
-    logits, cache = [out.logits], out.past_key_values
+    logits, cache = [out.logits], cache_in(out)
     for count in drafts:
         following = logits[-1][:, -1:].argmax(-1)
         marked, token = copy.copy(cache), following
         marked.layers = [copy.copy(layer) for layer in cache.layers]
         with context.drafting():
             for _ in range(count):
-                token = model(token, past_key_values=marked, use_cache=True).logits[:, -1:].argmax(-1)
-        logits.append(model(following, past_key_values=cache, use_cache=True).logits)
+                token = model(token, use_cache=True, **{CACHE: marked}).logits[:, -1:].argmax(-1)
+        logits.append(model(following, use_cache=True, **{CACHE: cache}).logits)
     context.record_to(None)
     return logits, recorder.seen
 
@@ -223,7 +224,7 @@ def passes(model, prompt: torch.Tensor, drafts: list[int], recorded: bool) -> tu
 def test_drafts_ask_neither_the_pager_nor_the_lookahead(folder, monkeypatch):
     model = load(folder, draft="self", lookahead="gate")
     context = vismoe.runtime_of(model).context
-    cache = model(PROMPT, use_cache=True).past_key_values
+    cache = cache_in(model(PROMPT, use_cache=True))
     asked = []
     for owner, names in ((context.serving.pager, ("begin_step", "demand", "without_demand", "look_ahead", "asked")),
                          (context.lookahead_inputs, ("begin_step", "at_layer", "at_resident_layer"))):  # fmt: skip
@@ -231,9 +232,9 @@ def test_drafts_ask_neither_the_pager_nor_the_lookahead(folder, monkeypatch):
             own = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda *given, name=name, own=own, **more: asked.append(name) or own(*given, **more))
     with context.drafting():
-        model(torch.tensor([[7]]), past_key_values=cache)
+        model(torch.tensor([[7]]), **{CACHE: cache})
     assert not asked
-    model(torch.tensor([[7]]), past_key_values=cache)
+    model(torch.tensor([[7]]), **{CACHE: cache})
     assert {"begin_step", "demand", "at_layer"} <= set(asked)
 
 
@@ -241,11 +242,11 @@ def test_draft_passes_are_counted_apart(folder):
     model = load(folder, draft="self")
     found = vismoe.runtime_of(model)
     with torch.inference_mode():
-        cache = model(PROMPT, use_cache=True).past_key_values
+        cache = cache_in(model(PROMPT, use_cache=True))
         before = found.metrics.snapshot()
         with found.context.drafting():
             for _ in range(2):
-                model(torch.tensor([[7]]), past_key_values=cache)
+                model(torch.tensor([[7]]), **{CACHE: cache})
     happened = found.metrics.snapshot() - before
     per_phase = happened.to_json()["per_phase"]
     assert set(per_phase) == {"draft"} and per_phase["draft"]["steps"] == 2 * len(found.pager.inventory.layers)
@@ -259,11 +260,11 @@ def test_what_no_draft_can_be_is_refused(folder):
     context = vismoe.runtime_of(model).context
     with context.drafting(), pytest.raises(UnsupportedModelError, match="outside of drafting"):
         model(PROMPT)
-    cache = model(torch.randint(3, 500, (1, 127)), use_cache=True).past_key_values
+    cache = cache_in(model(torch.randint(3, 500, (1, 127)), use_cache=True))
     with context.drafting():
-        model(torch.tensor([[7]]), past_key_values=cache)
+        model(torch.tensor([[7]]), **{CACHE: cache})
         with pytest.raises(ContextError, match="context of 128"):
-            model(torch.tensor([[7]]), past_key_values=cache)
+            model(torch.tensor([[7]]), **{CACHE: cache})
     undrafted = load(folder)
     assert vismoe.runtime_of(undrafted).drafts is None and vismoe.runtime_of(undrafted).backends["drafts"] == "none"
     with pytest.raises(ConfigError, match="--draft self"), vismoe.runtime_of(undrafted).context.drafting():
@@ -273,9 +274,9 @@ def test_what_no_draft_can_be_is_refused(folder):
 def test_gradients_stop_at_drafts_as_they_do_at_experts(folder):
     model = load(folder, draft="self")
     with torch.no_grad():
-        cache = model(PROMPT, use_cache=True).past_key_values
+        cache = cache_in(model(PROMPT, use_cache=True))
     with vismoe.runtime_of(model).context.drafting():
-        out = model(torch.tensor([[7]]), past_key_values=cache).logits
+        out = model(torch.tensor([[7]]), **{CACHE: cache}).logits
     with pytest.raises(UnsupportedModelError, match="cannot be trained"):
         out.sum().backward()
 

@@ -15,6 +15,7 @@ from vismoe import VisMoEConfig
 from vismoe.cli.main import main
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.kernels import cpu
+from vismoe.models.family.caches import cache_in
 from vismoe.models.moe import step_context
 from vismoe.models.moe.linears import PIECE_ROWS, serve_linears
 from vismoe.models.visual.growing_cache import GrowingLayer
@@ -66,7 +67,7 @@ def test_a_cache_of_generate_grows_in_place_with_the_same_bits(tmp_path, monkeyp
     grown = [model.generate(**inputs, **options, **way, do_sample=False) for way in ways]
     lookup = {"input_ids": inputs["input_ids"][:1] % 7, "max_new_tokens": 12, "prompt_lookup_num_tokens": 2, "do_sample": False}
     looked_up = model.generate(**lookup)
-    assert {type(layer) for layer in grown[0].past_key_values.layers} == {GrowingLayer}
+    assert {type(layer) for layer in cache_in(grown[0]).layers} == {GrowingLayer}
     monkeypatch.setattr(step_context, "_let_grow", lambda cache, room: None)
     for way, result in zip(ways, grown, strict=True):
         plain = model.generate(**inputs, **options, **way, do_sample=False)

@@ -17,7 +17,7 @@ from vismoe.types import Activation, ExpertForm, Gate
 # Families whose experts the kernels do not compute, and a word of the reason.
 FORMLESS = {
     "dbrx": "arithmetic of its own",
-    "inkling2": "activation other than",
+    **dict.fromkeys(("inkling2", "inkling2_loop"), "activation other than"),
     "muse_spark": "normalises each expert",
 }
 RUNNING = [family for family in families() if refusal_of(family) is None]

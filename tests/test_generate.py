@@ -18,7 +18,14 @@ GREEDY = {"do_sample": False}
 WITH_TEXT = ("qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v3")  # plain, sliding windows, linear attention, latent attention
 OWN_LOOP = "diffusion_gemma"
 FAMILIES = [*WITH_TEXT, *(family for family in tiny_models.WITH_IMAGES if family != OWN_LOOP)]
-ANEW = {"dots3_note", "glm5_next", "mistral_large4", "qwen4_exp", "unlimited_ocr"}  # an index, or a kind of window, of their own
+ANEW = {
+    "dots3_note",
+    "glm5_next",
+    "hy_v4_vl",
+    "mistral_large4",
+    "qwen4_exp",
+    "unlimited_ocr",
+}  # an index, or a kind of window, of their own
 
 
 def tokens_of(loop, steps):

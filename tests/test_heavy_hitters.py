@@ -19,6 +19,7 @@ from packaging.version import Version
 from tiny_models import OVERRIDES
 from transformers import DynamicCache, StaticCache
 
+from vismoe.models.family.caches import CACHE
 from vismoe.models.family.families import expert_modules
 from vismoe.models.load.live_memory import META, LiveMemory
 from vismoe.models.moe import attended
@@ -235,10 +236,10 @@ def test_a_chunk_on_top_of_a_cache_is_heard(monkeypatch, family, padding):
 
     def chunks(first, listen):
         cache = DynamicCache(config=model.config)
-        model(input_ids=ids[:, :first], attention_mask=mask[:, :first], past_key_values=cache)
+        model(input_ids=ids[:, :first], attention_mask=mask[:, :first], **{CACHE: cache})
         if listen:
             hitters.begin(mask[:, first:].numpy().reshape(-1) > 0)
-        return model(input_ids=ids[:, first:], attention_mask=mask, past_key_values=cache)[0]
+        return model(input_ids=ids[:, first:], attention_mask=mask, **{CACHE: cache})[0]
 
     for first in (3, 30, 100):
         logits, received = heard(model, hitters, lambda first=first: chunks(first, True))
@@ -341,10 +342,10 @@ def test_free_slots_of_a_cache_behind_the_new_tokens():
     hitters.begin()
     _, without = heard(model, hitters, lambda: model(input_ids=ids))
     cache = StaticCache(config=model.config, max_cache_len=64)
-    _, with_slots = heard(model, hitters, lambda: model(input_ids=ids, past_key_values=cache))
+    _, with_slots = heard(model, hitters, lambda: model(input_ids=ids, **{CACHE: cache}))
     assert all(np.array_equal(one, other) for one, other in zip(without, with_slots, strict=True))
     hitters.begin()
-    _, later = heard(model, hitters, lambda: model(input_ids=ids, past_key_values=cache))
+    _, later = heard(model, hitters, lambda: model(input_ids=ids, **{CACHE: cache}))
     assert [values is None for values in later] == [True] * 3  # where the new tokens lie is not known
     hitters.end()
 

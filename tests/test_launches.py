@@ -15,6 +15,7 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.bench.roofline import HEAD_LAUNCHES, PAGED, RESIDENT, TORCH
 from vismoe.kernels.gpu import experts as gpu
+from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.family.forms import forms_of
 from vismoe.models.load import opening
 from vismoe.models.moe import experts as moe_experts
@@ -112,18 +113,18 @@ def decoded_layer(folder, monkeypatch, way: str) -> Launches:
     with torch.inference_mode():
         output = model(ids, use_cache=True)
         for _ in range(3):  # until every expert that the token uses is there
-            output = model(ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
+            output = model(ids[:, :1], use_cache=True, **{CACHE: cache_in(output)})
         if way != "torch":
             by_gpu_kernels(model, count, monkeypatch)
             for layer in vismoe.runtime_of(model).pager.inventory.layers:  # the stand-ins' outputs choose any
                 list(vismoe.runtime_of(model).pager._bring_in(layer, None))
             if "every expert" not in way:
                 monkeypatch.setattr(Pager, "addresses", lambda pager: None)
-            model(ids[:, :1], past_key_values=output.past_key_values, use_cache=True)  # uploads the table of addresses
+            model(ids[:, :1], use_cache=True, **{CACHE: cache_in(output)})  # uploads the table of addresses
         count.inside.clear()
         monkeypatch.setattr(PagedLayer, "run", counted)
         with count:
-            model(ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
+            model(ids[:, :1], use_cache=True, **{CACHE: cache_in(output)})
     vismoe.runtime_of(model).pager.close()
     return count
 

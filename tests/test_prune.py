@@ -26,6 +26,7 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.engine.engine import demo_model
 from vismoe.errors import InputError, UnsupportedModelError
+from vismoe.models.family.caches import CACHE
 from vismoe.models.inputs.processor import load_processor
 from vismoe.models.moe.attention import IMPLEMENTATION
 from vismoe.models.visual import prune
@@ -88,7 +89,7 @@ def converse(model: Any, turns: list[Turn], steps: int = STEPS, cache: Any = Non
         inputs = dict(turns[number]) if number < len(turns) else dict(input_ids=ids, attention_mask=torch.ones_like(ids))
         mask = torch.cat([mask, inputs["attention_mask"]], dim=1)
         positions = torch.arange(past, past + ids.shape[1]).expand(3, len(ids), -1)
-        inputs |= dict(attention_mask=mask, position_ids=positions, past_key_values=cache)
+        inputs |= dict(attention_mask=mask, position_ids=positions, **{CACHE: cache})
         logits.append(model(**inputs).logits)
         past += ids.shape[1]
     return logits
@@ -332,8 +333,7 @@ def test_cropping_and_going_on_is_as_if_the_rest_had_never_been():
     ids, mask = torch.tensor([[7], [8]]), torch.cat([first["attention_mask"], torch.ones(2, 1, dtype=torch.long)], dim=1)
     positions = torch.full((3, 2, 1), first["input_ids"].shape[1])
     results = [
-        model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=which).logits
-        for which in (cache, untouched)
+        model(input_ids=ids, attention_mask=mask, position_ids=positions, **{CACHE: which}).logits for which in (cache, untouched)
     ]
     assert torch.equal(*results)
 
@@ -363,7 +363,7 @@ def test_what_cannot_be_pruned_is_refused():
     pruner = pruner_of(model)
     pruner.pruning = HALF
     with pytest.raises(UnsupportedModelError, match=r"StaticCache .*Fix: generate with the default cache"):
-        model(**inputs, past_key_values=StaticCache(config=model.config.text_config, max_cache_len=32))
+        model(**inputs, **{CACHE: StaticCache(config=model.config.text_config, max_cache_len=32)})
     config, gemma = tiny_models.build("gemma4").config, zoo()["gemma4"].model_class
     config.text_config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     sliding = gemma(config).eval()

@@ -13,6 +13,7 @@ from searching import examples
 import vismoe
 from vismoe import VisMoEConfig
 from vismoe.metrics import COUNTERS
+from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.load import runtime
 from vismoe.models.moe.resident import ResidentLayers
 from vismoe.paging.pager import Pager
@@ -56,10 +57,10 @@ class Twin:
     def passes(self, prompts: torch.Tensor, steps: list[int]) -> list[torch.Tensor]:
         """Logits of a prompt `[B, S]` and of steps of so many tokens each."""
         out = self.model(prompts, use_cache=True)
-        logits, cache = [out.logits], out.past_key_values
+        logits, cache = [out.logits], cache_in(out)
         for tokens in steps:
             following = logits[-1][:, -1].argmax(-1, keepdim=True).expand(-1, tokens).contiguous()
-            logits.append(self.model(following, past_key_values=cache, use_cache=True).logits)
+            logits.append(self.model(following, use_cache=True, **{CACHE: cache}).logits)
         return logits
 
     def state(self) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ from vismoe.vision.saliency import attention_received, distinctness, merged, rec
 LAST = {  # the last attention of each family's tower, by its name there; of two it is the first that is listened to unasked
     **dict.fromkeys(("dots3_note", "ernie4_5_vl_moe", "glm4v_moe", "glm5_next", "qwen3_5_moe"), "blocks.1.attn"),
     **dict.fromkeys(("qwen3_omni_moe_thinker", "qwen3_vl_moe", "qwen4_exp"), "blocks.1.attn"),
-    **dict.fromkeys(("inkling2", "minimax_m3_vl", "step3p7"), "layers.1.self_attn"),
+    **dict.fromkeys(("inkling2", "inkling2_loop", "minimax_m3_vl", "step3p7"), "layers.1.self_attn"),
     **dict.fromkeys(("diffusion_gemma", "gemma4"), "encoder.layers.1.self_attn"),
     "llama4": "model.layers.1.self_attn",
     "mistral_large4": "transformer.layers.1.attention",
@@ -30,6 +30,7 @@ LAST = {  # the last attention of each family's tower, by its name there; of two
 NONE = {  # and why a family's is not
     "aria": "attends to all patches again",
     "deepseek_ocr2": "extra queries and a separator",
+    "hy_v4_vl": "line ends",
     "inkling_mm_model": "no attention",
     "muse_spark": "order of windows",
     "unlimited_ocr": "line ends",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vismoe.eval.studies.format_quality import ExpertWeights, FormatContestant
+from vismoe.models.family.caches import cache_in
 from vismoe.models.family.families import expert_modules, expert_parameters
 from vismoe.types import Format
 
@@ -116,7 +117,7 @@ class MixedExperts:
 
     def _begin(self, _: nn.Module, __: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         assert self._asked is not None, "no rule chooses formats: use `with experts.ruled(...)`"
-        ids, cache = inputs["input_ids"], inputs.get("past_key_values")
+        ids, cache = inputs["input_ids"], cache_in(inputs)
         rows, tokens = ids.shape
         before = cache.get_seq_length() if cache is not None else 0
         given = inputs.get("attention_mask")

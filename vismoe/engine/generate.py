@@ -20,6 +20,7 @@ from transformers.generation.streamers import TextStreamer
 from vismoe.engine.logprobs import Chances, ScoredText, TokenBytes, TokenLogprob, split_at
 from vismoe.engine.stats import Figures
 from vismoe.errors import UnsupportedModelError
+from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.inputs.prompts import TOKEN_KINDS, is_pixels
 from vismoe.models.inputs.responses import MessageParser, Piece, Reasoning
 from vismoe.models.inputs.tools import CallPart, ToolCall
@@ -93,7 +94,7 @@ class TokenLoop:
     @property
     def cache(self) -> Any:
         """Keys and values of the sequence so far but for the last token; None where the model keeps none."""
-        return self._prepared.kwargs.get("past_key_values")
+        return cache_in(self._prepared.kwargs)
 
     def read(self, until: int, images: dict[str, Any], of_images: Sequence[str]) -> None:
         """A pass of the prompt's next tokens up to `until`, which is not its end; `images` as in `take_over`, of these tokens."""
@@ -109,7 +110,7 @@ class TokenLoop:
 
     def begin_with(self, cache: Any) -> None:
         """Go on from the keys and values of the first tokens."""
-        self._prepared.kwargs["past_key_values"] = cache
+        self._prepared.kwargs[CACHE] = cache
 
     def take_over(self, images: dict[str, Any], of_images: Sequence[str]) -> None:
         """Before the pass of the prompt's last tokens, behind others that are in the cache.

@@ -13,6 +13,7 @@ import torch
 
 from vismoe.engine.generate import TokenLoop
 from vismoe.errors import UnsupportedModelError
+from vismoe.models.family.caches import CACHE
 from vismoe.models.moe.attention import IMPLEMENTATION
 from vismoe.models.moe.rows import RowsCache, joined_inputs, rows_that_differ, shared_pass, why_not_rows
 
@@ -69,7 +70,7 @@ class SharedPasses:
         caches = [loop.cache for loop in loops]
         rows = RowsCache(caches, whole=self.by_mixer)
         outputs = self._pass(rows, inputs, of_images)
-        return [type(outputs)(logits=outputs.logits[b : b + 1], past_key_values=cache) for b, cache in enumerate(caches)], rows
+        return [type(outputs)(logits=outputs.logits[b : b + 1], **{CACHE: cache}) for b, cache in enumerate(caches)], rows
 
     def tried(
         self, loops: Sequence[TokenLoop], inputs: Sequence[dict[str, Any]], of_images: frozenset[str]

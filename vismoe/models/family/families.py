@@ -42,7 +42,7 @@ REFUSED = {
     "openai_privacy_filter": Refusal("it classifies tokens in float32, and generates no text", RESIDENT),
 }
 # Eager experts sum a token's experts in the type of the hidden states, except these classes:
-SUMS_IN_FLOAT32 = {"Inkling2Experts"}
+SUMS_IN_FLOAT32 = {"Inkling2Experts", "Inkling2LoopExperts"}
 SUMS_IN_ROUTING_TYPE = {"NemotronHExperts"}  # in the type of the routing weights, usually float32
 
 

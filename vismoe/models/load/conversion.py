@@ -38,7 +38,7 @@ class ExpertParameter:
 
 def rows_of(parameter: ExpertParameter, parts: Tensors) -> list[Row]:
     """The rows of one parameter, one per expert, checked against the shape that the model wants. Encoded rows are [out, in]."""
-    columns = [_column(parameter, pattern, parts) for pattern in parameter.patterns]
+    columns = [_column(parameter, pattern, parts) for pattern in _patterns(parameter)]
     for operation in parameter.operations:
         apply = OPERATIONS.get(type(operation))
         if apply is None:
@@ -58,6 +58,12 @@ def rows_of(parameter: ExpertParameter, parts: Tensors) -> list[Row]:
             f"{parameter.shape[1:]}. Fix: use the config.json that belongs to these files"
         )
     return columns[0]
+
+
+def _patterns(parameter: ExpertParameter) -> Sequence[str]:
+    """The sources that must be there: an operation that would decode has one, where experts are in a plain type already."""
+    decodes = any(isinstance(operation, DECODING) for operation in parameter.operations)
+    return [pattern for pattern in parameter.patterns if pattern in parameter.keys] if decodes else parameter.patterns
 
 
 def _column(parameter: ExpertParameter, pattern: str, parts: Tensors) -> list[Row]:
@@ -165,6 +171,13 @@ def _ernie(operation: Any, columns: list[list[Row]], parameter: ExpertParameter)
     return _joined(columns)
 
 
+def _decoded(operation: Any, columns: list[list[Row]], parameter: ExpertParameter) -> list[list[Row]]:
+    """Experts in a plain type; codes with their scales are not read in place."""
+    if len(columns) != 1:
+        raise _unsupported(parameter, operation)
+    return columns
+
+
 MERGING = (loading.MergeModulelist, loading.ErnieFuseAndSplitTextVisionExperts)
 OPERATIONS: dict[type, Callable[[Any, list[list[Row]], ExpertParameter], list[list[Row]]]] = {
     loading.MergeModulelist: _merge,
@@ -173,3 +186,5 @@ OPERATIONS: dict[type, Callable[[Any, list[list[Row]], ExpertParameter], list[li
     loading.Interleave: _interleave,
     loading.ErnieFuseAndSplitTextVisionExperts: _ernie,
 }
+DECODING = tuple(filter(None, [getattr(loading, "Inkling2LoopDequantizeExperts", None)]))  # since transformers 5.24
+OPERATIONS |= dict.fromkeys(DECODING, _decoded)

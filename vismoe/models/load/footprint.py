@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from vismoe.config import Budget, Settings
 from vismoe.errors import UnsupportedModelError, VisMoEError
 from vismoe.lookahead.calibration import Calibration, predictor_memory_bytes
+from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.family.components import backbone_bytes
 from vismoe.models.family.families import expert_modules, positions_of
 from vismoe.models.load.live_memory import META, ExpertsMemory, FusedAttention, LiveMemory, all_chosen, forwards_replaced
@@ -130,12 +131,13 @@ class _Forward:
         attention, layers = FusedAttention(memory), ExpertsMemory(memory, self.most_rows)
         with torch.no_grad(), all_chosen(), memory, attention, forwards_replaced(experts, layers.function):
             ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
-            cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+            asked: dict[str, Any] = dict(use_cache=True, logits_to_keep=1)
+            cache = cache_in(model(input_ids=ids, **{CACHE: cache}, **asked))
             self.prefill_bytes, self.cache_layers = memory.peak_bytes, _cache_layers(cache)
             self.torch_prefill_bytes = layers.torch_peak_bytes
             self.padding_bytes = max(0, attention.padded_peak_bytes - self.prefill_bytes)
             memory.peak_bytes = memory.live_bytes
-            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=ids[:, :1], **{CACHE: cache}, **asked)
             self.decode_bytes = memory.peak_bytes
 
 

@@ -69,7 +69,7 @@ AutoHfQuantizer.merge_quantization_configs = staticmethod(_keep_ours(AutoHfQuant
 
 @register_quantizer(METHOD)
 class VisMoEQuantizer(HfQuantizer):
-    """Overrides hooks whose signatures transformers 5.17 to 5.23 share, and nothing else."""
+    """Overrides hooks whose signatures transformers 5.17 to 5.24 share, and nothing else."""
 
     requires_calibration = False
 

@@ -21,7 +21,8 @@ from vismoe.models.visual.saliency import saliency_bytes
 from vismoe.planning.needs import Curve
 
 FEW_TOKENS = 4
-SQUARES = {"inkling_mm_model": 1, "inkling2": 2}  # families that take a square of pixels per image token, and its patches a side
+# Families that take a square of pixels per image token, and its patches a side.
+SQUARES = {"inkling_mm_model": 1, "inkling2": 2, "inkling2_loop": 2}
 PICTURES = {"deepseek_ocr2", "llama4", "unlimited_ocr"}  # families that take whole pictures of one size
 TILES = "images_spatial_crop"  # of families that take pictures of one size: how many form an image
 OPTIONS = ("vision_feature_select_strategy",)  # what their encoders ask for beside the pixels

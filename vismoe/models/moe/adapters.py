@@ -134,3 +134,11 @@ def adapt(model: Any) -> None:
             module.__class__ = type(type(module).__name__, (adapter, type(module)), {})
             if isinstance(module, OnInterface):
                 module.adopt(block, config)
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model.language_model.register_forward_hook(_without_images)
+
+
+def _without_images(module: nn.Module, args: Any, output: Any) -> None:
+    """transformers 5.24.0 asks llama4's language model for what only the model with images has."""
+    if not hasattr(output, "image_outputs"):
+        output.image_outputs = None

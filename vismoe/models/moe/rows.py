@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vismoe.errors import UnsupportedModelError
+from vismoe.models.family.caches import CACHE, CACHE_NAMES
 from vismoe.models.family.components import is_vision
 from vismoe.models.inputs.prompts import TOKEN_KINDS
 from vismoe.models.moe.own_forward import give_forward
@@ -32,7 +33,6 @@ from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.models.visual.pruned_cache import PrunedLayer
 
 PLAIN = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer, PrunedLayer)  # layers that hold keys and values, and nothing else
-CACHE_NAMES = ("past_key_values", "past_key_value", "cache_params")  # what mixers call their cache
 _running = threading.local()
 
 
@@ -317,8 +317,8 @@ def joined_inputs(inputs: Sequence[Mapping[str, Any]], rows: RowsCache, of_image
     Raises UnsupportedModelError for inputs that cannot be joined.
     """
     names = {name for one in inputs for name, value in one.items() if value is not None} - of_images
-    joined: dict[str, Any] = {"past_key_values": rows}
-    for name in sorted(names - {"past_key_values", "attention_mask"}):
+    joined: dict[str, Any] = {CACHE: rows}
+    for name in sorted(names - {CACHE, "attention_mask"}):
         values: list[Any] = [one.get(name) for one in inputs]
         if name in TOKEN_KINDS:  # older releases hand on those of all tokens
             values = [value if value is None else value[..., -1:] for value in values]

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from vismoe.config import format_bytes
 from vismoe.errors import ClosedError, ConfigError, ContextError, UnsupportedModelError
 from vismoe.metrics import Metrics
+from vismoe.models.family.caches import cache_in
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules, stack_of
 from vismoe.models.family.token_kinds import token_kinds
@@ -263,7 +264,7 @@ class StepContext:
         if tokens is None or tokens.device.type == "meta":
             return
         batch, new = tokens.shape[:2]
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         past = int(cache.get_seq_length()) if cache is not None else 0
         serving = self.serving
         tokens_in_all = cache.tokens + batch if isinstance(cache, RowsCache) else batch * (past + new)

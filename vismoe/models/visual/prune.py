@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 
 from vismoe.errors import InputError, UnsupportedModelError
+from vismoe.models.family.caches import cache_in
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules, stack_of
 from vismoe.models.family.token_kinds import PLACEHOLDERS, token_kinds
@@ -189,7 +190,7 @@ class VisualPruner:
 
     def _begin(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._pass = self._rows = None
-        cache, embeddings = kwargs.get("past_key_values"), kwargs.get("inputs_embeds")
+        cache, embeddings = cache_in(kwargs), kwargs.get("inputs_embeds")
         past = int(cache.get_seq_length()) if cache is not None else 0
         kinds, self._kinds = self._kinds, None
         if past == 0 and self._acts:
@@ -298,7 +299,7 @@ class VisualPruner:
         rows = left_padded(keep)
         cached, padded = rows[:, :0], bool((rows < 0).any())
         if step.past:
-            pruned = _pruned_layer(kwargs["past_key_values"], self.prune_layer)
+            pruned = _pruned_layer(cache_in(kwargs), self.prune_layer)
             cached, padded = pruned.positions(), padded or pruned.padded
         if padded and any(index > self.prune_layer for index in self._linear):
             raise UnsupportedModelError(
@@ -328,8 +329,8 @@ class VisualPruner:
             kwargs = {name: value if name in whole else rows.take(value) for name, value in kwargs.items()}
         if index in self._linear:
             return args, {**kwargs, "attention_mask": rows.take(mask)}
-        if rows.rows is not None and kwargs.get("past_key_values") is not None:
-            _pruned_layer(kwargs["past_key_values"], index).expect(rows.positions, rows.tokens)
+        if rows.rows is not None and (cache := cache_in(kwargs)) is not None:
+            _pruned_layer(cache, index).expect(rows.positions, rows.tokens)
         if rows.flat and "position_embeddings" in kwargs:
             kwargs = {**kwargs, "position_ids": None}  # flash attention would interpret gaps as borders of packed sequences
         return args, {**kwargs, "attention_mask": rows.mask(mask)}

@@ -55,6 +55,7 @@ LAYOUTS = {  # by the tower's model type
 UNUSABLE = {  # by the tower's model type
     "deepseek_ocr2_vision": "its visual tokens are extra queries and a separator, not patches",
     "idefics3_vision": "each of its visual tokens attends to all patches again",
+    "hy_v4_vl_vision": "its visual tokens include line ends",
     "unlimited_ocr_vision": "its visual tokens include line ends",
 }
 

@@ -13,7 +13,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    Cache,
     GenerationMixin,
     PreTrainedModel,
     SiglipVisionModel,
@@ -25,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutp
 from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2TextConfig
 from transformers.utils import can_return_tuple
 
+from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.family.deepseek_vl2.configuration import MODEL_TYPE, DeepseekVLV2Config
 from vismoe.models.family.deepseek_vl2.tiles import token_layout, tokens_of
 from vismoe.vision.layout import TokenLayout
@@ -43,7 +43,7 @@ class DeepseekVLV2PreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = False
     _no_split_modules = ("SiglipEncoderLayer", "DeepseekV2DecoderLayer", "DeepseekV3DecoderLayer", "DeepseekOcr2TextDecoderLayer")
-    _skip_keys_device_placement = ("past_key_values",)
+    _skip_keys_device_placement = (CACHE,)
     _keys_to_ignore_on_load_unexpected = (r"^vision\.attn_pool\.",)  # in the files, but not a part of the model's computation
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -189,7 +189,6 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
         images_spatial_crop: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -204,7 +203,6 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
             images_spatial_crop=images_spatial_crop,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -216,9 +214,9 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
             attentions=output.attentions,
+            **{CACHE: cache_in(output)},
         )
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:

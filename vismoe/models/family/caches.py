@@ -1,0 +1,14 @@
+"""What transformers calls the cache that a pass is given and returns: `cache` since 5.24, before that `past_key_values`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
+CACHE_NAMES = tuple(dict.fromkeys((CACHE, "past_key_values", "past_key_value", "cache_params")))  # what mixers call it
+
+
+def cache_in(given: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a model or a layer, or in a model's output; None: it has none."""
+    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)

@@ -208,6 +208,6 @@ def test_the_command_prints_tables_and_a_json_line_and_goes_on_where_it_was(tmp_
     assert result["questions"] == 9 and set(result["contestants"]) == {"16 bit", "int2", "int2, nearest"}
     assert any("KL" in line for line in tables)
     before = (tmp_path / "int2.jsonl").read_text()
-    assert json.loads(before.splitlines()[0]).keys() == {"weights", "program", "seed"}
+    assert json.loads(before.splitlines()[0]).keys() == {"weights", "program", "seed", "world"}
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == result and (tmp_path / "int2.jsonl").read_text() == before

@@ -35,6 +35,7 @@ from vismoe.vision.selection import Pruning
 pytestmark = pytest.mark.usefixtures("one_thread")
 PARTLY = {  # MoE layers whose decoder layer attends, that take the nearest one before them, and that have none
     "granitemoehybrid": (1, 1, 1),
+    "lara_mini": (2, 0, 1),
     "lfm2_moe": (1, 1, 0),
     "minimax": (1, 2, 0),
     "nemotron_h": (0, 1, 1),
@@ -154,7 +155,8 @@ class Eager(dict):
             out, weights = own(module, query, key, value, *args, **options)
             mask = args[0] if args else options["attention_mask"]
             seen = torch.ones_like(weights) if mask is None else mask.expand(weights.shape) > -1e30
-            self[self.names[module]] = weights.double().numpy(), seen.numpy()
+            if hasattr(module, "layer_idx"):  # it attends to tokens, not to outputs of earlier layers
+                self[self.names[module]] = weights.double().numpy(), seen.numpy()
             return out, weights
 
         return eager

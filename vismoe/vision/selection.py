@@ -167,7 +167,7 @@ def _random(case: _Case) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Rule:
+class SelectionRule:
     """How a selection chooses."""
 
     order: Callable[[_Case], np.ndarray]  # int64: at least the tokens that are kept, those to keep first
@@ -182,16 +182,16 @@ class Rule:
 
 
 SELECTIONS = {
-    "affinity": Rule(_affinity),
-    "saliency": Rule(_saliency),
-    "distinct": Rule(_saliency, by_distinctness=True),
-    "visionzip": Rule(_saliency, merges=True),
-    "uniform": Rule(_uniform),
-    "random": Rule(_random),
+    "affinity": SelectionRule(_affinity),
+    "saliency": SelectionRule(_saliency),
+    "distinct": SelectionRule(_saliency, by_distinctness=True),
+    "visionzip": SelectionRule(_saliency, merges=True),
+    "uniform": SelectionRule(_uniform),
+    "random": SelectionRule(_random),
 }
 CONTROLS = {  # what studies ask for beside them: algorithm 1 on what the other selections build on
-    "affinity-distinct": Rule(_affinity, by_distinctness=True),
-    "affinity-visionzip": Rule(_affinity, merges=True),
+    "affinity-distinct": SelectionRule(_affinity, by_distinctness=True),
+    "affinity-visionzip": SelectionRule(_affinity, merges=True),
 }
 RULES = SELECTIONS | CONTROLS
 

@@ -205,10 +205,16 @@ def _lower(asking: Places, new: int, key: torch.Tensor, causal: bool) -> torch.T
 
 
 def _attention_by_layer(model: nn.Module) -> dict[str, list[Any]]:
-    """Modules that attend through transformers' interface, by the path of their decoder layer, in model order."""
+    """Modules that attend to tokens through transformers' interface, by the path of their decoder layer, in model order. (Some
+    families attend to the outputs of earlier layers, too, in modules that belong to no layer of the cache.)"""
     found: dict[str, list[Any]] = {}
     for name, module in model.named_modules():
-        if hasattr(module, "config") and eager_function(type(module).forward) and (path := _decoder_layer(name)):
+        if (
+            hasattr(module, "config")
+            and hasattr(module, "layer_idx")
+            and eager_function(type(module).forward)
+            and (path := _decoder_layer(name))
+        ):
             found.setdefault(path, []).append(module)
     return found
 

@@ -10,20 +10,25 @@ from hypothesis import strategies as st
 from vismoe.cli import main as cli
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
+from vismoe.pair import FormatPair
 from vismoe.planning.needs import CacheLayer, Curve, Footprint
 from vismoe.simulate import predict as predicting
 from vismoe.simulate.find import find
 from vismoe.simulate.machines import DECODE_SHARE, READ_SHARE, HardwarePart, PartsTable, VirtualMachine
 from vismoe.simulate.predict import Described, Workload, predict
-from vismoe.trace.synthetic import inventory_of
+from vismoe.trace.synthetic import inventory_of, skewed_trace
+from vismoe.types import RecordLayout
 
 LAYERS, EXPERTS, TOP_K, RECORD = 4, 16, 4, 10 * 2**20
+LOW_RECORD = RECORD // 2  # of a pair's second format
 OTHER = 400 * 2**20  # bytes beside the experts that a token reads
 TABLE = PartsTable()
 
 
-def footprint(layers: int = LAYERS) -> Footprint:
+def footprint(layers: int = LAYERS, pair: FormatPair | None = None) -> Footprint:
     inventory = inventory_of(layers, EXPERTS, TOP_K, RECORD)
+    if pair is not None and pair.low is not None:
+        inventory = dataclasses.replace(inventory, low_layouts=(RecordLayout((), LOW_RECORD),), model_layouts=inventory.layouts)
     none = Curve(())
     curves = dict.fromkeys(("prefill", "decode", "encode", "padding"), none)
     sizes = dict(logits_bytes=0, combine_token_bytes=0, image_token_bytes=0, max_image_tokens=0, kernel_bytes=0)
@@ -31,7 +36,7 @@ def footprint(layers: int = LAYERS) -> Footprint:
 
 
 def model(layers: int = LAYERS) -> Described:
-    return Described("made-up", lambda settings, device: (footprint(layers), 0))
+    return Described("made-up", lambda settings, device: (footprint(layers, settings.pair), 0))
 
 
 def machine(**rates: float) -> VirtualMachine:
@@ -137,8 +142,7 @@ def test_some_layers_stand_for_all(monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        (dict(policy="hotness"), "policy"),
-        (dict(format="int2"), "int2"),
+        (dict(policy="importance", formats="lossless/4"), "lossless"),
         (dict(parallel="auto"), "parallel"),
         (dict(parallel=65), "parallel"),
         (dict(draft="auto"), "draft"),
@@ -166,6 +170,57 @@ def test_a_copy_that_drafts_promises_what_is_missing():
     asked, work = dict(draft_tokens=3), dataclasses.replace(UNIFORM, accepted=0.9)
     copy, text = (predict(model(), slow, of("50%", draft=kind, **asked), work) for kind in ("self", "ngram"))
     assert copy.waiting_s < text.waiting_s
+
+
+# -- policies
+def test_with_hotness_every_expert_is_there_and_a_token_reads_what_its_formats_take():
+    box = machine(gpu=200.0, link=10.0)
+    told = predict(model(), box, of("75%", policy="hotness", formats="8/4"), UNIFORM)
+    expert = told.high * RECORD + (1 - told.high) * LOW_RECORD
+    assert (told.hit_rate, told.waiting_s) == (1.0, pytest.approx(0, abs=1e-9)) and 0.3 < told.high < 0.7
+    assert told.memory_bytes_read == pytest.approx(OTHER + LAYERS * TOP_K * expert)
+    assert told.tokens_per_s == pytest.approx(200e9 / told.memory_bytes_read, rel=1e-4)
+
+
+def test_hotness_finds_the_hot_experts_and_promotions_cross_the_link():
+    box, asked = machine(gpu=200.0, link=10.0), of("75%", policy="hotness", formats="8/4", hotness_decay=0.9)
+    even, skewed = (predict(model(), box, asked, dataclasses.replace(UNIFORM, skew=skew)) for skew in (0.0, 1.5))
+    assert skewed.high > even.high + 0.2
+    assert even.link_bytes > 0 and even.waiting_s == pytest.approx(0, abs=1e-9)  # no pass waits for a promotion
+
+
+def test_importance_loads_less_than_the_better_format_alone_and_waits_for_what_is_critical():
+    box = machine(gpu=200.0, link=10.0)
+    alone = predict(model(), box, of("25%"), UNIFORM)
+    both = predict(model(), box, of("25%", policy="importance", formats="8/4", retention=0.5), UNIFORM)
+    skips = predict(model(), box, of("25%", policy="importance", formats="8/0", retention=0.5), UNIFORM)
+    assert skips.tokens_per_s > both.tokens_per_s > alone.tokens_per_s
+    assert skips.link_bytes < both.link_bytes < alone.link_bytes
+    assert skips.high == 1.0 and 0.5 < both.high < 1  # a resident copy that is better than wanted serves
+
+
+def test_both_rules_together_borrow_what_comes_in_time():
+    slow, fast = (
+        predict(model(), machine(gpu=20.0, link=link), of("75%", policy="hotness+importance", formats="8/4"), UNIFORM)
+        for link in (0.1, 500.0)
+    )
+    assert slow.hit_rate == fast.hit_rate == 1.0 and fast.high > slow.high + 0.1
+
+
+def test_a_policy_serves_several_rows_and_what_ram_lacks_comes_from_disk():
+    asked = dict(policy="importance", formats="8/4")
+    one, many = (predict(model(), machine(gpu=200.0), of("50%", parallel=rows, **asked), UNIFORM) for rows in (1, 8))
+    assert many.tokens_per_s > 1.5 * one.tokens_per_s and one.disk_bytes == 0
+    small = predict(model(), machine(gpu=200.0, ram_gb=3.5), of("12%", **asked), UNIFORM)
+    assert small.disk_bytes > 0 and 0 < small.in_host < 1 and small.tokens_per_s < one.tokens_per_s
+
+
+@pytest.mark.parametrize("policy", ["hotness", "importance"])
+def test_a_recorded_trace_is_replayed_under_a_policy(policy):
+    steps = tuple(skewed_trace(LAYERS, EXPERTS, TOP_K, tokens=40, skew=1.5, seed=7).steps)
+    asked = of("75%", policy=policy, formats="8/4")
+    recorded, generated = (predict(model(), machine(gpu=200.0), asked, work) for work in (Workload(trace=steps), UNIFORM))
+    assert 0 < recorded.high <= 1 and recorded.hit_rate > 0 and recorded.tokens_per_s != generated.tokens_per_s
 
 
 # -- machines

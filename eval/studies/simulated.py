@@ -1,8 +1,8 @@
 """`vismoe simulate` against this machine, and the page of machines for models: `python -m vismoe.eval.studies.simulated`.
 
-Measures decode of a generated checkpoint: from disk, from the page cache, and over emulated links. Predicts each setting from the
-rates of memory, and of the disk, that are measured right before and after it, and from generated routing of the checkpoint's own
-skew. Prints a table, then one JSON object. `--page FILE` makes docs/machines.md instead.
+Measures decode of a generated checkpoint: from disk, from the page cache, and over emulated links, also under policies. Predicts
+each setting from rates that are measured between its answers, and from generated routing of the checkpoint's own skew. Prints a
+table, then one JSON object. `--page FILE` makes docs/machines.md instead.
 """
 
 import argparse
@@ -10,13 +10,13 @@ import dataclasses
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from transformers import AutoModelForCausalLM
 
 from vismoe.bench.checkpoint import write_checkpoint
@@ -25,24 +25,58 @@ from vismoe.bench.simulated import described
 from vismoe.config import Settings, parse_bytes
 from vismoe.errors import BudgetError, ConfigError
 from vismoe.eval.report import study_parser, told
+from vismoe.eval.studies.precision_speed import pack_experts
 from vismoe.eval.studies.timed import generated
-from vismoe.machine.disk import disk_rates
+from vismoe.machine.disk import cached_rate, disk_rates
 from vismoe.machine.hardware import cores
 from vismoe.machine.rates import QUICK, dram_rates
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
+from vismoe.pair import Format
 from vismoe.simulate.machines import REQUEST_BYTES, HardwarePart, PartsTable, VirtualMachine, here
 from vismoe.simulate.predict import Prediction, Workload, predict
 from vismoe.simulate.replay import aligned_columns
 from vismoe.types import Phase
 
-GEOMETRY, LAYERS, SKEW, PROMPT, NEW, ROUNDS = "olmoe-1b-7b", 4, 0.65, 32, 33, 3
-SETTINGS: tuple[tuple[str, str, str], ...] = (  # (memory, what lies below it, misses)
-    *((share, "disk", "wait") for share in ("25%", "50%", "75%")),
-    *((share, "page cache", "wait") for share in ("25%", "50%", "75%")),
-    *((share, link, "wait") for link in ("1GB", "4GB") for share in ("25%", "50%")),
-    ("100%", "4GB", "wait"),
-    ("25%", "1GB", "cpu"),
+GEOMETRY, LAYERS, SKEW, PROMPT, NEW = "olmoe-1b-7b", 4, 0.65, 32, 33
+ROUNDS, DISK_ROUNDS = 3, 7  # answers; the rate of a shared disk changes from one to the next
+EXACT, DISK, PAGE_CACHE = "exact", "disk", "page cache"
+
+
+class Setting(NamedTuple):
+    """What is measured and predicted: the memory, what lies below it, what misses do, and the policy with its formats."""
+
+    memory: str
+    below: str
+    misses: str = "wait"
+    policy: str = EXACT
+
+    @property
+    def link(self) -> str | None:
+        return self.below if self.below not in (DISK, PAGE_CACHE) else None
+
+    @property
+    def rounds(self) -> int:
+        return DISK_ROUNDS if self.below == DISK else ROUNDS
+
+    @property
+    def settings(self) -> Settings:
+        rule, _, formats = self.policy.partition(" ")
+        reads: Any = {DISK: "direct", PAGE_CACHE: "cached"}.get(self.below, "auto")
+        return Settings.of(
+            memory=self.memory, policy=rule, formats=formats or "16/4", misses=self.misses, reads=reads, parallel=1,
+            context=PROMPT + NEW, kernels="auto", lookahead="none",
+            emulated_link_bytes_per_s=float(parse_bytes(self.link)) if self.link else None,
+        )  # fmt: skip
+
+
+SETTINGS = (
+    *(Setting(share, below) for below in (DISK, PAGE_CACHE) for share in ("25%", "50%", "75%")),
+    *(Setting(share, link) for link in ("1GB", "4GB") for share in ("25%", "50%")),
+    Setting("100%", "4GB"),
+    Setting("25%", "1GB", "cpu"),
+    Setting("25%", "1GB", policy="importance 16/4"),
+    Setting("50%", "1GB", policy="hotness 16/4"),
 )
 MODELS = (
     "qwen3-vl-30b-a3b", "qwen3-30b-a3b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "qwen3-vl-235b-a22b", "mixtral-8x7b",
@@ -68,55 +102,35 @@ Routing is that of `--routing olmoe`, memory is `--memory auto`, the context 4,0
 """
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One setting. Rates in bytes per second."""
+class Measured(NamedTuple):
+    """Medians over the answers of a setting. Rates in bytes per second, measured between them, by name."""
 
-    memory: str
-    below: str
-    misses: str
-    measured: float  # tokens per second, the median of warm requests
-    measured_hits: float
+    setting: Setting
+    tokens_per_s: float
+    hits: float
+    rates: dict[str, list[float]]
+
+
+class Compared(NamedTuple):
+    """One setting."""
+
+    measured: Measured
     predicted: Prediction
-    memory_rate: float
 
     @property
     def deviation(self) -> float:
-        return self.predicted.tokens_per_s / self.measured - 1
+        return self.predicted.tokens_per_s / self.measured.tokens_per_s - 1
 
     def cells(self) -> list[str]:
-        hits = [f"{rate:.1%}" for rate in (self.measured_hits, self.predicted.hit_rate)]
-        speeds = [f"{speed:.2f}" for speed in (self.measured, self.predicted.tokens_per_s)]
-        return [self.memory, self.below, self.misses, f"{self.memory_rate / 1e9:.1f}", *hits, *speeds, f"{self.deviation:+.0%}"]
+        own, predicted = self.measured, self.predicted
+        rates = ", ".join(f"{name} {statistics.median(each) / 1e9:.1f}" for name, each in own.rates.items())
+        hits = [f"{rate:.1%}" for rate in (own.hits, predicted.hit_rate)]
+        speeds = [f"{speed:.2f}" for speed in (own.tokens_per_s, predicted.tokens_per_s)]
+        return [*own.setting, rates, *hits, *speeds, f"{self.deviation:+.0%}"]
 
 
-COLUMNS = ["memory", "below it", "misses", "memory GB/s", "hits", "predicted hits", "tokens/s", "predicted", "deviation"]
-
-
-def measured(folder: Path, settings: Settings) -> tuple[float, float]:
-    """(tokens per second, hits) of decode: the median of ROUNDS answers after one that fills the slabs."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", quantization_config=VisMoEConfig(**vars(settings))).eval()
-    runtime = runtime_of(model)
-    random = torch.Generator().manual_seed(0)
-    try:
-        speeds, begun = list[float](), runtime.pager.metrics.snapshot()
-        for number in range(1 + ROUNDS):
-            ids = torch.randint(0, model.config.vocab_size, (1, PROMPT), generator=random)
-            if number == 1:
-                begun = runtime.pager.metrics.snapshot()
-            _, decode_s = generated(model, dict(input_ids=ids), NEW)
-            speeds.append((NEW - 1) / decode_s)
-        return statistics.median(speeds[1:]), (runtime.pager.metrics.snapshot() - begun).hit_rate(Phase.DECODE) or 0.0
-    finally:
-        runtime.pager.close()
-        runtime.store.close()
-
-
-def machine(parts: dict[str, HardwarePart], memory_rate: float, disk_rate: float | None, link: str | None) -> VirtualMachine:
-    ram = dataclasses.replace(parts["ram"], gb_per_s=memory_rate / 1e9)
-    disk = parts["disk"] if disk_rate is None else dataclasses.replace(parts["disk"], gb_per_s=disk_rate / 1e9)
-    over = HardwarePart("link", link, parse_bytes(link) / 1e9, measured=True) if link else None
-    return VirtualMachine(ram, disk, parts["cpu"], link=over)
+SETTING_COLUMNS = ["memory", "below it", "misses", "policy", "GB/s"]
+COLUMNS = [*SETTING_COLUMNS, "hits", "predicted hits", "tokens/s", "predicted", "deviation"]
 
 
 def read_rate(folder: Path) -> float:
@@ -125,29 +139,73 @@ def read_rate(folder: Path) -> float:
     return max(rate.bytes_per_s for rate in curve if rate.depth <= cores())
 
 
-def compared(folder: Path, settings: Sequence[tuple[str, str, str]] = SETTINGS) -> Iterator[Compared]:
-    """Every setting, measured and predicted. Raises ConfigError without the rates of `vismoe doctor`."""
+PROBES: dict[str, Callable[[Path], float]] = {
+    "memory": lambda _: dram_rates(cores(), QUICK.dram_bytes).bytes_per_s,
+    DISK: read_rate,
+    PAGE_CACHE: cached_rate,
+}
+
+
+def measured(folder: Path, setting: Setting) -> Measured:
+    """Decode of answers after one that fills the slabs, and the rates of the parts that decide, before and after each."""
+    config = VisMoEConfig(**vars(setting.settings))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", quantization_config=config).eval()
+    runtime, random = runtime_of(model), torch.Generator().manual_seed(0)
+    speeds, rates = list[float](), {name: list[float]() for name in PROBES if name in ("memory", setting.below)}
+
+    def answer() -> float:
+        ids = torch.randint(0, model.config.vocab_size, (1, PROMPT), generator=random)
+        return (NEW - 1) / generated(model, dict(input_ids=ids), NEW)[1]
+
+    def probe() -> None:
+        for name, found in rates.items():
+            found.append(PROBES[name](folder))
+
+    try:
+        answer()
+        begun = runtime.pager.metrics.snapshot()
+        probe()
+        for _ in range(setting.rounds):
+            speeds.append(answer())
+            probe()
+        hits = (runtime.pager.metrics.snapshot() - begun).hit_rate(Phase.DECODE) or 0.0
+        return Measured(setting, statistics.median(speeds), hits, rates)
+    finally:
+        runtime.pager.close()
+        runtime.store.close()
+
+
+def machine(parts: dict[str, HardwarePart], rates: dict[str, float], link: str | None) -> VirtualMachine:
+    """This machine with measured rates of memory, and of disk and page cache where they were measured."""
+    gb = {name: rate / 1e9 for name, rate in rates.items()}
+    ram, disk = dataclasses.replace(parts["ram"], gb_per_s=gb["memory"]), parts["disk"]
+    disk = dataclasses.replace(
+        disk, gb_per_s=gb.get(DISK, disk.gb_per_s), cached_gb_per_s=gb.get(PAGE_CACHE, disk.cached_gb_per_s)
+    )
+    over = HardwarePart("link", link, parse_bytes(link) / 1e9, measured=True) if link else None
+    return VirtualMachine(ram, disk, parts["cpu"], link=over)
+
+
+def compared(folder: Path, settings: Sequence[Setting] = SETTINGS) -> list[Compared]:
+    """Every setting, measured and predicted: by the median rate of memory of all, and the other rates of its own. Raises
+    ConfigError without the rates of `vismoe doctor`."""
     parts = {part.kind: part for part in here(folder)}
     config = geometry_config(GEOMETRY, LAYERS)
     config.eos_token_id = None
     model = write_checkpoint(config, model_class_of(GEOMETRY), folder / "simulated", skew=SKEW).folder
+    if any(setting.policy != EXACT for setting in settings):
+        pack_experts(str(model), model / "vismoe-store", [Format.INT4])
     os.sync()  # what was just written would be measured too
-    for memory, below, misses in settings:
-        link = below if below not in ("disk", "page cache") else None
-        rates = [dram_rates(cores(), QUICK.dram_bytes).bytes_per_s]
-        disks = [read_rate(folder)] if below == "disk" else []
-        reads: Any = {"disk": "direct", "page cache": "cached"}.get(below, "auto")
-        asked = Settings.of(
-            memory=memory, misses=misses, reads=reads, parallel=1, context=PROMPT + NEW, kernels="auto", lookahead="none",
-            emulated_link_bytes_per_s=float(parse_bytes(link)) if link else None,
-        )  # fmt: skip
-        speed, hits = measured(model, asked)
-        rates.append(dram_rates(cores(), QUICK.dram_bytes).bytes_per_s)
-        disks += [read_rate(folder)] if disks else []
-        rate = statistics.mean(rates)
-        place = machine(parts, rate, statistics.mean(disks) if disks else None, link)
-        guess = predict(described(str(model)), place, asked, Workload(prompt_tokens=PROMPT, skew=SKEW))
-        yield Compared(memory, below, misses, speed, hits, guess, rate)
+    found = [measured(model, setting) for setting in track(settings, "measuring", console=Console(stderr=True))]
+    memory = statistics.median(rate for each in found for rate in each.rates["memory"])
+    rows = []
+    for each in found:
+        place = machine(
+            parts, {name: statistics.median(rates) for name, rates in each.rates.items()} | {"memory": memory}, each.setting.link
+        )
+        work = Workload(prompt_tokens=PROMPT, skew=SKEW)
+        rows.append(Compared(each, predict(described(str(model)), place, each.setting.settings, work)))
+    return rows
 
 
 def page(table: PartsTable) -> str:
@@ -183,11 +241,8 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
         asked.page.write_text(page(PartsTable(asked.machines)))
         return {"page": str(asked.page)}
     chosen = [SETTINGS[number] for number in asked.only] if asked.only else SETTINGS
-    rows = []
-    for each in compared(asked.folder, chosen):
-        rows.append(each.cells())
-        Console(stderr=True).print("  ".join(each.cells()))
-    Console(stderr=True).print(aligned_columns([COLUMNS, *rows], left=3))
+    rows = [each.cells() for each in compared(asked.folder, chosen)]
+    Console(stderr=True).print(aligned_columns([COLUMNS, *rows], left=5))
     return {"columns": COLUMNS, "rows": rows}
 
 

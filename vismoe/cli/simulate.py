@@ -18,6 +18,10 @@ TAKEN = {
     "parallel",
     "format",
     "policy",
+    "formats",
+    "retention",
+    "hotness_decay",
+    "hotness_period",
     "misses",
     "draft",
     "draft_tokens",
@@ -114,6 +118,7 @@ def prediction_text(told: "Prediction", assumed: tuple[str, ...], routing: str) 
     moved = [f"{format_bytes(int(size))} over the {name}" for name, size in below.items() if size]
     rows = f"{told.rows} row{'s' * (told.rows > 1)}"
     shares = f"{told.resident:.0%} of the experts there, {told.hit_rate:.1%} hits"
+    shares += f", {told.high:.0%} of the computations in the better format" if told.high is not None else ""
     reads = f"a token reads {format_bytes(int(told.memory_bytes_read))} there"
     lines = [
         f"simulated, not measured: {told.model} on {told.machine}; routing {routing}",
@@ -165,6 +170,7 @@ SIMULATE = flags.Command(
   vismoe simulate qwen3-30b-a3b --machine "rtx4060-8gb, ddr5-5600 64GB, pcie4x8, nvme 5GB/s" --format int4
   vismoe simulate mixtral-8x7b --machine "ddr5-5600 32GB, nvme4" --format int4 --parallel 8 --json
   vismoe simulate qwen3-30b-a3b --machine "rtx4060-8gb, ddr5-5600 64GB" --format int4 --find 20
+  vismoe simulate qwen3-30b-a3b --machine "rtx4060-8gb, ddr5-5600 64GB" --policy importance --formats 4/2
   vismoe simulate ./my-model --machine here                      this machine, by what vismoe doctor measured
   vismoe simulate --parts                                        the table of parts""",
 )

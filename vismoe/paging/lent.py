@@ -45,6 +45,11 @@ class Group:
             yield Group([expert], self._pool, self.slabs[i : i + 1], self.on_host, self._precision)
 
     @property
+    def nbytes(self) -> int:
+        """Of all its records."""
+        return sum(map(self._pool.bytes_of, self.slabs.tolist()))
+
+    @property
     def addresses(self) -> np.ndarray:
         """int64 `[n]`: where each expert's record begins."""
         return self._pool.addresses[self.slabs]

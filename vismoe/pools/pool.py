@@ -93,6 +93,10 @@ class SlabPool:
         for slab in slabs:
             self._is_free[slab] = True
 
+    def bytes_of(self, slab: int) -> int:
+        """Bytes of a slab's record."""
+        return self.layout.record_bytes
+
     def record(self, slab: int) -> torch.Tensor:
         """The slab's bytes, uint8 `[record_bytes]`."""
         return self.buffer[slab]

@@ -10,7 +10,7 @@ from vismoe.config import Budget
 from vismoe.errors import ConfigError
 from vismoe.paging.miss import Rates
 from vismoe.trace.steps import TraceStep
-from vismoe.types import ExpertInventory, Phase
+from vismoe.types import ExpertId, ExpertInventory, Phase
 
 
 class Routing(Protocol):
@@ -20,6 +20,15 @@ class Routing(Protocol):
     def inventory(self) -> ExpertInventory: ...
 
     def __iter__(self) -> Iterator[TraceStep]: ...
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What hotness changes between two steps: which experts belong in the more precise format, and which of them move first."""
+
+    high: np.ndarray  # bool [L, E]
+    promote: tuple[ExpertId, ...]
+    demote: tuple[ExpertId, ...]
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,11 @@ class RecordedDemand:
     experts: np.ndarray  # int64
     tokens: np.ndarray  # int64, of each of `experts`: how many tokens chose it
     last: np.ndarray  # int64: of each sequence's last token; in decode the same as `experts`
-    scores: np.ndarray | None  # [W, E] float16
+    scores: np.ndarray | None = None  # [W, E] float16
+    # under a policy of two formats (simulate/precision.py)
+    high: np.ndarray | None = None  # bool [E], wanted in the more precise format; None: all
+    first: tuple[int, ...] = ()  # which get it first where not all can
+    moves: Moves | None = None  # what was decided after the step before; of the first demand of a step
 
 
 class Demands(list[RecordedDemand]):
@@ -76,6 +89,7 @@ class Conditions:
     link_bytes_per_s: float | None = None  # None: transfers take no time
     compute_s_per_layer: float = 0.0  # everything of one decoder layer but waiting and what grows with the tokens
     compute_s_per_token: float = 0.0  # that each token adds while the layer's experts are computed
+    weights_bytes_per_s: float | None = None  # at which the device reads the experts that it computes; None: it takes no time
     overlaps: bool = False  # decode computes what is on the device while the rest is copied
     lookahead_s: float = 0.0  # of asking the lookahead at one layer
     misses: Literal["wait", "cpu", "auto"] = "wait"  # wait for copies, compute them below, or what is done sooner

@@ -2,26 +2,25 @@
 
 Under `hotness`, which experts would have been in the better format, and what moved for it; under `importance`, what would have
 been loaded for any number of slabs of each format. The controller and the residency core are those that serve
-(`precision/controller.py`, `paging/residency.py`), over slabs that hold nothing. Copies take no time, as with
-`deterministic=True`: those of `hotness` serve from the next pass on. Routing is what was recorded: what a lossy format would have
-changed in it is not seen. Traces say nothing about attention, so every token of a prompt is a heavy hitter.
+(`precision/controller.py`, `paging/residency.py`), over slabs that hold nothing. In these replays copies take no time, as with
+`deterministic=True`: those of `hotness` serve from the next pass on. `decided` gives the demands to a replay with a clock, too.
+Routing is what was recorded: what a lossy format would have changed in it is not seen. Traces say nothing about attention, so
+every token of a prompt is a heavy hitter.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from vismoe.paging.demand import Demand
-from vismoe.paging.miss import Rates, Upgrades
-from vismoe.paging.residency import Residency
-from vismoe.paging.tickets import Moved
-from vismoe.pools.pool import SlabPool
-from vismoe.precision.controller import Choice, Precision
+from vismoe.precision.controller import Precision
 from vismoe.precision.policy import Policy
-from vismoe.simulate.demands import Routing
-from vismoe.types import HIGH, LOW, ExpertId, ExpertInventory, Phase
+from vismoe.simulate.demands import Conditions, Moves, RecordedDemand, Routing
+from vismoe.simulate.virtual_pager import TwoFormats, VirtualPager
+from vismoe.types import HIGH, ExpertId, ExpertInventory, Phase
+
+UNTIMED = Conditions(streams=False)
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def replay_hotness(
     controller: what decides; transient: slabs of the better format beyond the quotas, in each geometry.
     """
     precision = controller(policy, [layer.num_experts for layer in inventory.layers], quotas)
-    formats = _Formats(inventory, quotas, transient)
+    formats = _Formats(inventory, policy, quotas, transient)
     rows, updates = list[tuple[int, ...]](), list[Update]()
     for number, each in enumerate(passes):
         served = int(formats.high.ravel()[each.computed].sum())
@@ -135,16 +134,12 @@ def replay_hotness(
 class _Formats:
     """The format of every expert, `high` bool `[L, E]`, and the transitions between two of them."""
 
-    def __init__(self, inventory: ExpertInventory, quotas: np.ndarray, transient: int):
-        most = max(layer.num_experts for layer in inventory.layers)
-        self.high = np.arange(most) < quotas[:, None]
-        self._core = Residency(inventory, [_pools(inventory, g, quotas, transient) for g in range(len(inventory.layouts))])
-        self._core.transitions.begin(self.high)
-        for table in self._core.tables:
-            for expert in table.id_of:
-                slab = table.pool.take(HIGH if self.high[expert] else LOW)
-                assert slab is not None
-                self._core.place(expert, slab)
+    def __init__(self, inventory: ExpertInventory, policy: Policy, quotas: np.ndarray, transient: int):
+        self.high = hot_at_first(inventory, quotas)
+        hot = [sum(int(quotas[layer.index]) for layer in inventory.layers_of(g)) for g in range(len(inventory.layouts))]
+        experts = [sum(layer.num_experts for layer in inventory.layers_of(g)) for g in range(len(inventory.layouts))]
+        formats = TwoFormats(policy, tuple(n - h for n, h in zip(experts, hot, strict=True)), self.high)
+        self._core = VirtualPager(inventory, tuple(h + transient for h in hot), "lfu", UNTIMED, formats).core
 
     def move(self, targets: np.ndarray, update: Update) -> int:
         """Make the transitions that an update asks for. -> the bytes copied."""
@@ -158,13 +153,9 @@ class _Formats:
         return moved_bytes
 
 
-def _pools(inventory: ExpertInventory, geometry: int, quotas: np.ndarray, transient: int) -> list[SlabPool]:
-    """A slab for every expert, and the transient ones; one pool for each format."""
-    layers = inventory.layers_of(geometry)
-    hot = sum(int(quotas[layer.index]) for layer in layers)
-    slabs = (hot + transient, sum(layer.num_experts for layer in layers) - hot)
-    layouts = (inventory.layouts[geometry], inventory.low_layouts[geometry])
-    return [SlabPool(layout, n, aliased=True) for layout, n in zip(layouts, slabs)]
+def hot_at_first(inventory: ExpertInventory, quotas: np.ndarray) -> np.ndarray:
+    """bool `[L, E]`: which experts begin in the better format, where nothing is known of them: as many as quotas int `[L]`."""
+    return np.arange(max(layer.num_experts for layer in inventory.layers)) < quotas[:, None]
 
 
 def best_static(passes: Sequence[Pass], quotas: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -196,42 +187,36 @@ def replay_importance(
     At least two slabs of each format, so that a copy can arrive while another one is computed.
     """
     precision = Precision(policy, [layer.num_experts for layer in inventory.layers])
-    pools = [
-        [SlabPool(high, n, aliased=True), SlabPool(low, m, aliased=True)]
-        for high, low, n, m in zip(inventory.layouts, inventory.low_layouts, high_slabs, low_slabs, strict=True)
-    ]
-    upgrades = Upgrades(policy, (Rates(1.0, 1.0),) * len(pools))  # under importance alone no rate decides
-    core = Residency(inventory, pools, upgrades=upgrades, deterministic=True)
-    for each in passes:
-        core.begin_step(each.phase, 0.0)
-        decoding = each.phase is Phase.DECODE
-        for layer in each.layers:
-            choice, experts = _chosen(precision, layer, decoding, inventory.layers[layer.index].num_experts)
-            keep = None if decoding else set(layer.last.tolist())
-            _serve(core, Demand(core, layer.index, experts, keep, high=choice.high))
-    loaded = core.metrics.snapshot()
+    pager = VirtualPager(inventory, tuple(high_slabs), "lfu", UNTIMED, TwoFormats(policy, tuple(low_slabs)))
+    for demand in decided(passes, inventory, precision):
+        pager.run(demand)
+    loaded = pager.metrics.snapshot()
     return Loaded(*(int(loaded.total("bytes_read", phase)) for phase in (Phase.PREFILL, Phase.DECODE)))
 
 
-def _chosen(precision: Precision, layer: Layer, decoding: bool, experts: int) -> tuple[Choice, list[int]]:
-    """What the layer needs, and the ascending ids of its experts that real tokens demand."""
-    hitters = None if decoding else np.ones(len(layer.routing), bool)
-    choice = precision.at_layer(layer.index, decoding, layer.routing, layer.weights, hitters, layer.sequence, layer.real)
-    routing = choice.routing if layer.real is None else choice.routing[layer.real]
-    return choice, np.unique(routing[(routing >= 0) & (routing < experts)]).tolist()
-
-
-def _serve(core: Residency, demand: Demand) -> None:
-    """Compute what is there, and copy only where nothing is."""
-    demand.open(0.0)
-    while demand.todo:
-        if group := demand.next_group(in_order=False):
-            demand.computed(group)
-            continue
-        waiting = demand.awaited(in_order=False) or demand.any_copies()
-        while waiting and not any(ticket.done for ticket in waiting):
-            ticket = core.queue.popleft()
-            ticket.done, ticket.moved = True, Moved(core.tables[ticket.geometry].pool.bytes_of(ticket.slab))
-            core.ended(ticket)
-        demand.waited(0.0)
-    demand.close(0.0)
+# -- both
+def decided(passes: Iterable[Pass], inventory: ExpertInventory, precision: Precision) -> Iterator[RecordedDemand]:
+    """What passes demand under a policy, and in which format. All follows from the routing, whatever is resident."""
+    request, name, moves = 0, None, None
+    for number, each in enumerate(passes):
+        request += name is not None and each.request != name
+        name, decoding = each.request, each.phase is Phase.DECODE
+        for layer in each.layers:
+            hitters = None if decoding else np.ones(len(layer.routing), bool)
+            told = layer.weights, hitters, layer.sequence, layer.real
+            choice = precision.at_layer(layer.index, decoding, layer.routing, *told)
+            routing = choice.routing if layer.real is None else choice.routing[layer.real]
+            experts = inventory.layers[layer.index].num_experts
+            tokens = np.bincount(routing[(routing >= 0) & (routing < experts)], minlength=experts)
+            demanded = np.flatnonzero(tokens)
+            high = choice.high.copy() if choice.high is not None else None  # targets change
+            if high is not None:
+                high[list(choice.upgrades)] = True
+            last = demanded if decoding else layer.last
+            yield RecordedDemand(
+                number, request, each.phase, layer.index, demanded, tokens[demanded], last, None, high, choice.upgrades, moves
+            )
+            moves = None
+        update = precision.end_step(each.tokens)
+        if update is not None:
+            moves = Moves(precision.targets.copy(), tuple(update.promote), tuple(update.demote))

@@ -9,13 +9,14 @@ evicted (virtual_pager.py), and time is bytes over rates:
 
 Over a link, a layer computes what is on the device while the rest is copied. Without one, arithmetic, memory and waiting add
 up: the cores that compute also read. No lookahead guesses.
+What a policy decides about formats follows from the routing alone, by the code that serves (simulate/precision.py).
 Prompts are text; what attention to a prompt's own tokens and a vision tower take is not in it.
 Of models with equal layers only some are replayed (SAMPLED_LAYERS), with their share of the slabs.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,19 +28,25 @@ from vismoe.machine.choices import PAGE_CACHE_MARGIN
 from vismoe.metrics import Snapshot
 from vismoe.models.load.host_rates import DECODE_BYTES_PER_S
 from vismoe.models.load.reading import place_table
+from vismoe.paging.miss import Rates
+from vismoe.pair import Format
 from vismoe.planning.case import Case
 from vismoe.planning.needs import Footprint
 from vismoe.planning.plan import Plan
 from vismoe.planning.throughput import PassLayer
+from vismoe.precision.controller import Precision
+from vismoe.precision.policy import Policy
 from vismoe.simulate.demands import Conditions, Demands, RecordedDemand, demands_of_step
 from vismoe.simulate.machines import VirtualMachine
-from vismoe.simulate.virtual_pager import TieredPager
+from vismoe.simulate.precision import decided, hot_at_first, read
+from vismoe.simulate.virtual_pager import TieredPager, TwoFormats
 from vismoe.trace.steps import TraceStep
 from vismoe.trace.synthetic import SyntheticTrace, drafted_rounds, skewed_trace
 from vismoe.types import ExpertInventory, Phase, RecordLayout
 
 SAMPLED_LAYERS = 16  # replayed of more: tests compare with all of them
 SETTLING, COUNTED = 32, 32  # decode steps that fill the slabs, and those whose time counts
+WARMING = 512  # decode steps from which hotness knows the experts before
 ROUNDS = 32  # of drafts; the second half counts
 LOSSLESS_SHARE = 0.70  # of bfloat16's bytes (docs/formats.md)
 FIDELITY = 0.95  # of the experts that a draft names, the share that its row is routed to: an assumption
@@ -88,6 +95,7 @@ class Prediction:
     disk_bytes: float
     memory_bytes_read: float
     layers_replayed: int
+    high: float | None = None  # under a policy, the share of the experts' computations in the more precise format
 
     @property
     def limit(self) -> str:
@@ -107,14 +115,8 @@ def refuse_unmodelled(settings: Settings, workload: Workload, machine: VirtualMa
     def refuse(what: str, why: str, fix: str) -> None:
         raise ConfigError(f"{what} is not simulated: {why}. Fix: {fix}")
 
-    if settings.policy != "exact":
-        refuse(
-            f"policy={settings.policy!r}",
-            "the replay of policies has no clock",
-            "--policy exact, or vismoe eval precision-replay",
-        )
-    if settings.format == "int2":
-        refuse("format='int2'", "only raw, lossless, int8 and int4 are", "--format int4")
+    if settings.pair is not None and settings.pair.high is Format.LOSSLESS:
+        refuse(f"formats={settings.formats!r}", "a pair's records are of one size each", "--formats 16/4")
     if not isinstance(settings.parallel, int) or rows > 64:
         refuse(f"parallel={settings.parallel}", "rows are 1 to 64", "--parallel 1")
     if settings.draft == "auto":
@@ -160,13 +162,25 @@ class Counted:
     metrics: Snapshot
     seconds: float
     disk_bytes: float
+    computed_bytes: float
+
+    @property
+    def high(self) -> float:
+        """Share of the experts' computations in the more precise format."""
+        high, low = (self.metrics.total(f"computed_{name}") for name in ("high", "low"))
+        return high / (high + low) if low else 1.0
 
     @classmethod
     def by(cls, pager: TieredPager) -> "Counted":
-        return cls(pager.metrics.snapshot(), pager.now_s, pager.disk_bytes)
+        return cls(pager.metrics.snapshot(), pager.now_s, pager.disk_bytes, pager.computed_bytes)
 
     def __sub__(self, before: "Counted") -> "Counted":
-        return Counted(self.metrics - before.metrics, self.seconds - before.seconds, self.disk_bytes - before.disk_bytes)
+        return Counted(
+            self.metrics - before.metrics,
+            self.seconds - before.seconds,
+            self.disk_bytes - before.disk_bytes,
+            self.computed_bytes - before.computed_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -186,7 +200,7 @@ class SimulatedRun:
         """The layers that are replayed. Raises ConfigError for a model whose layers differ."""
         inventory = self.needs.inventory
         kinds = {(layer.num_experts, layer.top_k, layer.geometry) for layer in inventory.layers}
-        if len(kinds) != 1 or inventory.low_layouts:
+        if len(kinds) != 1:
             raise ConfigError(f"{self.model} is not simulated: its {len(inventory.layers)} MoE layers are not all alike")
         layers = inventory.layers if self.workload.trace else inventory.layers[:SAMPLED_LAYERS]
         return dataclasses.replace(inventory, layers=layers)
@@ -206,11 +220,17 @@ class SimulatedRun:
 
     @property
     def cached(self) -> bool:
-        """Whether a processor's page cache holds all experts, beside the plan."""
+        """Whether a processor's page cache holds all experts, in all their formats, beside the plan."""
         if self.settings.reads != "auto":
             return self.settings.reads == "cached"
         free = self.machine.hardware().free_host_bytes - self.plan.total_bytes
-        return free >= PAGE_CACHE_MARGIN * self.needs.inventory.slab_bytes * self.stored_share
+        record = sum(layout.record_bytes for layout in (self.high_layout, *self.needs.inventory.low_layouts))
+        return free >= PAGE_CACHE_MARGIN * self.experts * record * self.stored_share
+
+    @property
+    def high_layout(self) -> RecordLayout:
+        """Of the slabs; under a policy, of those in the more precise format."""
+        return self.needs.inventory.layouts[0]
 
     @property
     def stored_share(self) -> float:
@@ -234,7 +254,9 @@ class SimulatedRun:
 
     @property
     def host_records(self) -> int:
-        return sum(self.plan.host_slabs) if self.machine.link is not None else 0
+        """Of the format that host memory has fewer of."""
+        kinds = [each for each in (self.plan.host_slabs, self.plan.low_host_slabs) if each]
+        return min(map(sum, kinds)) if self.machine.link is not None and kinds else 0
 
     @property
     def link_bytes_per_s(self) -> float:
@@ -251,21 +273,45 @@ class SimulatedRun:
                 "misses='cpu' is not simulated: RAM does not hold every expert in a form that a processor computes with. "
                 "Fix: --misses auto, or a machine with more RAM"
             )
-        return asked if everything else "wait"
+        if asked == "cpu" and self.hot:
+            raise ConfigError("misses='cpu' is not simulated: with hotness every expert is on the device. Fix: --misses auto")
+        return asked if everything and not self.hot else "wait"
 
-    def pager(self, conditions: Conditions) -> TieredPager:
-        share = len(self.sampled.layers) / len(self.needs.inventory.layers)
-        slabs = tuple(max(2, round(count * share)) for count in self.plan.slabs)
-        host = int(self.host_records * share) if self.host_records < self.experts else 2**60
+    def pager(self, conditions: Conditions, high: np.ndarray | None) -> TieredPager:
+        """high: bool `[L, E]`, with which experts in the more precise format hotness begins."""
+        plan, share = self.plan, len(self.sampled.layers) / len(self.needs.inventory.layers)
+
+        def scaled(counts: Sequence[int]) -> int:
+            return max(2, round(sum(counts) * share)) if sum(counts) else 0
+
+        slabs, formats = scaled(plan.slabs), None
+        if self.sampled.low_layouts:
+            low = scaled(plan.low_slabs)
+            if high is not None:  # every expert has a slab, and copies under way have some more
+                hot = int(self.quotas.sum())
+                slabs, low = hot + sum(plan.transient), sum(layer.num_experts for layer in self.sampled.layers) - hot
+            rates = Rates(self.link_bytes_per_s, self.machine.weights_bytes_per_s)
+            formats = TwoFormats(Policy.of(self.settings), (low,), high, rates)
+        records = [sum(each) for each in (plan.host_slabs, plan.low_host_slabs)]
+        host = [int(each * share) if each < self.experts else 2**60 for each in records]
         disk = 0.0 if self.machine.link is None else 1 / self.stored_bytes_per_s
-        return TieredPager(self.sampled, slabs, self.settings.eviction, conditions, host, disk)
+        return TieredPager(self.sampled, (slabs,), self.settings.eviction, conditions, host, disk, formats)
 
-    def conditions(self, rows: int, experts: float) -> Conditions:
-        """Of a pass of so many rows whose layers read so many bytes of experts."""
-        rate = self.machine.weights_bytes_per_s
-        return self._conditions(self.arithmetic_s(rows) + self.beside_bytes(self.rows) / rate, experts / rate / rows)
+    @property
+    def hot(self) -> bool:
+        """Whether hotness keeps every expert on the device."""
+        return "hotness" in self.settings.policy
 
-    def _conditions(self, fixed_s: float, token_s: float) -> Conditions:
+    @property
+    def quotas(self) -> np.ndarray:
+        """int64 `[L]` of the layers that are replayed: the most hot experts."""
+        return np.array(self.plan.hot_quota[: len(self.sampled.layers)], np.int64)
+
+    def conditions(self, rows: int) -> Conditions:
+        """Of a decode pass of so many rows."""
+        return self._conditions(self.arithmetic_s(rows) + self.beside_bytes(self.rows) / self.machine.weights_bytes_per_s)
+
+    def _conditions(self, fixed_s: float, token_s: float = 0.0) -> Conditions:
         machine, raw = self.machine, self.needs.inventory.raw_layouts[0].payload_bytes
         below: dict[str, Any] = {}
         if (misses := self.misses) != "wait":  # of bfloat16: a multiplication and an addition for each two bytes
@@ -279,6 +325,7 @@ class SimulatedRun:
             link_bytes_per_s=self.link_bytes_per_s,
             compute_s_per_layer=fixed_s,
             compute_s_per_token=token_s,
+            weights_bytes_per_s=machine.weights_bytes_per_s,
             overlaps=machine.link is not None,  # on a processor alone the cores that compute also copy
             **below,
         )
@@ -292,36 +339,33 @@ class SimulatedRun:
         tokens = rows * (self.workload.prompt_tokens + COUNTED // 2)
         return self.layer.other_bytes + self.needs.cache_bytes(tokens, rows) / len(self.needs.inventory.layers)
 
-    def expert_bytes(self, demands: Iterable[RecordedDemand]) -> float:
-        """Of the distinct experts of a layer, on average; decoding a lossless record on a GPU reads and writes them once more."""
-        counts = [len(demand.experts) for demand in demands]
-        return float(np.mean(counts)) * self.layer.expert_bytes
-
     def prediction(self) -> Prediction:
         """Fills the slabs with a prompt and some steps, then counts."""
-        demands = self.demands()
+        demands, high = self.demands()
         prompt = [each for each in demands if each.phase is not Phase.DECODE]
+        first_s = self.first_token_s(prompt, high)
         if self.settings.draft != "none":
-            return self.drafted(prompt)
+            return self.drafted(prompt, first_s)
         decode = [each for each in demands if each.phase is Phase.DECODE]
         rows, layers = self.rows, len(self.sampled.layers)
         settled = min(SETTLING, len(decode) // layers // 2)
-        experts = self.expert_bytes(decode)
-        pager = self.pager(self.conditions(rows, experts))
+        pager = self.pager(self.conditions(rows), high)
         for demand in [*prompt, *decode[: settled * layers]]:
             pager.run(demand)
         began = Counted.by(pager)
         for demand in decode[settled * layers :]:
             pager.run(demand)
-        tokens, read = (len(decode) // layers - settled) * rows, self.beside_bytes(rows) + experts
-        return self.told(Counted.by(pager) - began, tokens, read, self.arithmetic_s(rows), rows, prompt)
+        tokens = (len(decode) // layers - settled) * rows
+        return self.told(Counted.by(pager) - began, tokens, self.beside_bytes(rows), self.arithmetic_s(rows), rows, first_s)
 
     def told(
-        self, did: "Counted", tokens: float, read: float, arithmetic_s: float, of_tokens: float, prompt: list[RecordedDemand]
+        self, did: "Counted", tokens: float, beside: float, arithmetic_s: float, of_tokens: float, first_s: float
     ) -> Prediction:
-        """did: by the replayed layers while `tokens` came; read, arithmetic_s: bytes and seconds of a layer, for `of_tokens`."""
+        """did: by the replayed layers while `tokens` came; beside: bytes beside the experts and seconds of a layer, for
+        `of_tokens`; first_s: until the first token."""
         layers = len(self.needs.inventory.layers)
-        read, arithmetic_s = read * layers / of_tokens, arithmetic_s * layers / of_tokens
+        read = beside * layers / of_tokens + did.computed_bytes * self.scale / tokens
+        arithmetic_s *= layers / of_tokens
         token_s, copied = did.seconds * self.scale / tokens, did.metrics.total("bytes_read") * self.scale / tokens
         memory_s = read / self.machine.weights_bytes_per_s
         linked, from_cache = self.machine.link is not None, self.machine.gpu is None and self.cached
@@ -336,7 +380,7 @@ class SimulatedRun:
             in_host=1.0 if from_cache else in_host or resident,
             rows=self.rows,
             tokens_per_s=1 / token_s,
-            first_token_s=self.first_token_s(prompt),
+            first_token_s=first_s,
             hit_rate=did.metrics.hit_rate(Phase.DECODE) or 0.0,
             arithmetic_s=arithmetic_s,
             memory_s=memory_s + (below_s if self.cached and not linked else 0.0),
@@ -348,14 +392,13 @@ class SimulatedRun:
             disk_bytes=below * self.stored_share,
             memory_bytes_read=read,
             layers_replayed=len(self.sampled.layers),
+            high=did.high if self.settings.pair is not None else None,
         )
 
-    def first_token_s(self, prompt: list[RecordedDemand]) -> float:
+    def first_token_s(self, prompt: list[RecordedDemand], high: np.ndarray | None) -> float:
         """Of a prompt that comes after another one."""
-        tokens, rate = self.workload.prompt_tokens, self.machine.weights_bytes_per_s
-        fixed_s = self.machine.layer_s + self.layer.other_bytes / rate
-        token_s = self.layer.row_flop / self.machine.flop_per_s + self.expert_bytes(prompt) / rate / tokens
-        pager = self.pager(self._conditions(fixed_s, token_s))
+        fixed_s = self.machine.layer_s + self.layer.other_bytes / self.machine.weights_bytes_per_s
+        pager = self.pager(self._conditions(fixed_s, self.layer.row_flop / self.machine.flop_per_s), high)
         for demand in prompt:
             pager.run(demand)
         began_s, later = pager.now_s, prompt[0].step + 1
@@ -364,11 +407,24 @@ class SimulatedRun:
         return (pager.now_s - began_s) * self.scale
 
     # -- routing
-    def demands(self) -> Demands:
-        """A prompt, and decode steps; of a recorded trace its own decode steps."""
+    def demands(self) -> tuple[list[RecordedDemand], np.ndarray | None]:
+        """A prompt, and decode steps, of a recorded trace its own; and with which experts hotness begins, bool `[L, E]`: it has
+        seen WARMING steps before."""
         work, inventory = self.workload, self.sampled
-        steps = self.generated(work.prompt_tokens, 0 if work.trace else SETTLING + COUNTED).steps
-        return Demands.of(SyntheticTrace(inventory, [*steps, *(dataclasses.replace(s, request="request-0") for s in work.trace)]))
+        counted = 0 if work.trace else SETTLING + COUNTED
+        prompt, *steps = self.generated(work.prompt_tokens, counted + (WARMING if self.hot else 0)).steps
+        asked = [prompt, *steps[:counted], *(dataclasses.replace(step, request="request-0") for step in work.trace)]
+        if self.settings.pair is None:
+            return Demands.of(SyntheticTrace(inventory, asked)), None
+        policy, experts = Policy.of(self.settings), [layer.num_experts for layer in inventory.layers]
+        if not self.hot:
+            return list(decided(read(SyntheticTrace(inventory, asked)), inventory, Precision(policy, experts))), None
+        before = Precision(policy, experts, self.quotas)
+        for _ in decided(read(SyntheticTrace(inventory, [prompt, *steps[counted:]])), inventory, before):
+            pass
+        precision = Precision(policy, experts, self.quotas, before.hotness)
+        high = precision.targets.copy() if precision.targets.any() else hot_at_first(inventory, self.quotas)
+        return list(decided(read(SyntheticTrace(inventory, asked)), inventory, precision)), high
 
     def generated(self, prompt_tokens: int, tokens: int) -> SyntheticTrace:
         layer, work = self.sampled.layers[0], self.workload
@@ -377,7 +433,7 @@ class SimulatedRun:
             *sizes, prompt_tokens=prompt_tokens, tokens=tokens, skew=work.skew, zipf=work.zipf, batch=self.rows, seed=work.seed
         )
 
-    def drafted(self, prompt: list[RecordedDemand]) -> Prediction:
+    def drafted(self, prompt: list[RecordedDemand], first_s: float) -> Prediction:
         """Rounds of drafts and of the pass that checks them; `accepted` of the drafted tokens are right, each by itself.
 
         n-grams take no time and promise nothing; a copy of the experts drafts in as many passes as tokens.
@@ -393,11 +449,10 @@ class SimulatedRun:
             list(demands_of_step(self.sampled, number + 1, 0, dataclasses.replace(each.verified, request="request-0")))
             for number, each in enumerate(rounds)
         ]
-        experts = self.expert_bytes(demand for each in demanded for demand in each)
         copied = self.layer.other_bytes + layer.top_k * self.needs.draft_bytes / self.experts if by_copy else 0.0
         guessing_s = self.arithmetic_s(1) if by_copy else 0.0
         draft_s = layers * (guessing_s + copied / self.machine.weights_bytes_per_s)
-        pager = self.pager(self.conditions(checked, experts))
+        pager = self.pager(self.conditions(checked), None)
         for demand in prompt:
             pager.run(demand)
         began = Counted.by(pager)
@@ -406,5 +461,5 @@ class SimulatedRun:
                 began = Counted.by(pager)
             pager.run_round(each.drafts, draft_s, verified, promises=by_copy)
         tokens = sum(right**guess for guess in range(checked))  # of a round: those that are right, and the one after them
-        read, arithmetic_s = self.beside_bytes(1) + experts + count * copied, self.arithmetic_s(checked) + count * guessing_s
-        return self.told(Counted.by(pager) - began, ROUNDS // 2 * tokens, read, arithmetic_s, tokens, prompt)
+        beside, arithmetic_s = self.beside_bytes(1) + count * copied, self.arithmetic_s(checked) + count * guessing_s
+        return self.told(Counted.by(pager) - began, ROUNDS // 2 * tokens, beside, arithmetic_s, tokens, first_s)

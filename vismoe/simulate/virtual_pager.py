@@ -10,18 +10,21 @@ a given time.
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from vismoe.errors import ConfigError
 from vismoe.paging.demand import Demand
-from vismoe.paging.miss import Ways
+from vismoe.paging.lent import Group
+from vismoe.paging.miss import Rates, Upgrades, Ways
 from vismoe.paging.residency import Residency
 from vismoe.paging.tickets import Moved, Ticket
 from vismoe.pools.pool import SlabPool
+from vismoe.precision.policy import Policy
 from vismoe.simulate.demands import Conditions, RecordedDemand
 from vismoe.trace.steps import Routed
-from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
+from vismoe.types import HIGH, LOW, ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 
 
 class _AllInHostMemory:
@@ -39,30 +42,58 @@ class _AllInHostMemory:
     def let_go(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class TwoFormats:
+    """What a policy needs that moves experts between two formats; `inventory.low_layouts` are those of the second one."""
+
+    policy: Policy
+    low_slabs: tuple[int, ...]  # of the second format, by geometry
+    high: np.ndarray | None = None  # bool [L, E]: hotness has every expert resident, and begins with these in the first format
+    rates: Rates | None = None  # which decide only where hotness and importance are combined
+
+    def upgrades(self, geometries: int) -> Upgrades:
+        return Upgrades(self.policy, (self.rates or Rates(1.0, 1.0),) * geometries)
+
+
 class VirtualPager:
     """Feed it demands in order with `run` and `run_round`, then `end_request`; figures are in `metrics` and `now_s`."""
 
-    def __init__(self, inventory: ExpertInventory, slabs: tuple[int, ...], order: str, conditions: Conditions):
+    def __init__(
+        self,
+        inventory: ExpertInventory,
+        slabs: tuple[int, ...],
+        order: str,
+        conditions: Conditions,
+        formats: TwoFormats | None = None,
+    ):
         self.inventory, self.conditions = inventory, conditions
-        rates, ways, layouts = conditions.rates(), None, inventory.layouts
+        rates, ways = conditions.rates(), None
         if rates is not None and conditions.misses != "wait":
-            ways = Ways(conditions.misses, (rates,) * len(layouts))
+            ways = Ways(conditions.misses, (rates,) * len(inventory.layouts))
+        kinds = [(inventory.layouts, slabs)]
+        if formats is not None:
+            kinds.append((inventory.low_layouts, formats.low_slabs))
+        pools = [[SlabPool(layout, n, aliased=True) for layout, n in zip(*kind, strict=True)] for kind in kinds]
         self.core = Residency(
             inventory,
-            [SlabPool(layout, n, aliased=True) for layout, n in zip(layouts, slabs, strict=True)],
+            list(zip(*pools, strict=True)),
             order=order,
             window=conditions.window,
             ways=ways,
-            hosts=[_AllInHostMemory(layouts)] if ways is not None else [],
+            hosts=[_AllInHostMemory(layouts) for layouts, _ in kinds] if ways is not None else [],
+            upgrades=formats.upgrades(len(inventory.layouts)) if formats is not None else None,
             may_stream=conditions.streams,
         )
         self.tables, self.metrics = self.core.tables, self.core.metrics
         self.now_s = self._step_began_s = self._step_ended_s = self._link_idle_at_s = 0.0
+        self.computed_bytes = 0  # of the experts that the device computed
         self._s_per_byte = 1 / conditions.link_bytes_per_s if conditions.link_bytes_per_s else 0.0
         self._on_link: Ticket | None = None  # until the link is idle
         self._last: RecordedDemand | None = None
         for layer in inventory.layers[: conditions.pinned_layers]:
             self._pin(layer)
+        if formats is not None and formats.high is not None:
+            self._bring_in(formats.high)
 
     def run(self, recorded: RecordedDemand) -> None:
         """One MoE layer of one step: serve the demand, refresh the lookahead, compute while the link prefetches."""
@@ -72,8 +103,9 @@ class VirtualPager:
         self._last, began_s, in_order = recorded, self.now_s, recorded.phase is not Phase.DECODE
         keep = set(recorded.last.tolist()) if in_order else None
         demand = Demand(
-            self.core, recorded.layer, recorded.experts.tolist(), keep, tokens=recorded.tokens.tolist(), ways=self.core.ways
-        )
+            self.core, recorded.layer, recorded.experts.tolist(), keep, tokens=recorded.tokens.tolist(), high=recorded.high,
+            first=recorded.first, ways=self.core.ways,
+        )  # fmt: skip
         demand.open(began_s)
         come = () if in_order else {*demand.absent, *demand.tickets}  # and are computed after what is here
         asked_s = self._look_ahead(recorded)
@@ -85,7 +117,7 @@ class VirtualPager:
         while demand.absent:  # larger than the pool, or streaming: slabs are taken again as soon as they are computed
             group = demand.next_group(in_order)
             if group:
-                demand.computed(group)
+                self._computed(demand, group)
             else:
                 self._wait(demand, in_order, began_s + cpu_s)
         while demand.tickets:
@@ -130,6 +162,8 @@ class VirtualPager:
             self._last = None
 
     def _begin_step(self, first: RecordedDemand) -> None:
+        if first.moves is not None:
+            self.core.retarget(first.moves.high, first.moves.promote, first.moves.demote)
         tokens = int(first.tokens.sum()) // self.inventory.layers[first.layer].top_k
         self.core.begin_step(first.phase, self._step_ended_s - self._step_began_s, tokens)
         self._step_began_s = self.now_s
@@ -147,6 +181,15 @@ class VirtualPager:
                     "pin fewer layers, or give more slots"
                 )
             self.core.place(ExpertId(layer.index, expert), slab, pinned=True)
+
+    def _bring_in(self, high: np.ndarray) -> None:
+        """Every expert is here from the start, in the format that `high` bool `[L, E]` says, as far as there are slabs of it."""
+        self.core.transitions.begin(high)
+        for table in self.tables:
+            for expert in table.id_of:
+                wanted = (HIGH, LOW) if high[expert] else (LOW, HIGH)
+                slab = next(slab for precision in wanted if (slab := table.pool.take(precision)) is not None)
+                self.core.place(expert, slab)
 
     def _look_ahead(self, recorded: RecordedDemand) -> float:
         """Recorded scores become priorities and guesses; returns the seconds of asking. Off while nothing misses, and where
@@ -176,24 +219,31 @@ class VirtualPager:
         """What does not have to `come`, while the link carries what was demanded."""
         on_host = demand.host_compute.experts if demand.host_compute is not None else ()
         here = [expert for expert in demand.todo if expert not in come and expert not in on_host]
-        if here:
-            self._use_link_until(self.now_s + expert_s * len(here))
-            for one in list(demand.next_group(False).one_by_one()):
-                if one.experts[0] in here:
-                    demand.computed(one)
+        ones = [one for one in demand.next_group(False).one_by_one() if one.experts[0] in here] if here else []
+        self._use_link_until(self.now_s + sum(self._seconds(one, expert_s) for one in ones))
+        for one in ones:
+            self._computed(demand, one)
 
     def _compute(self, demand: Demand, in_order: bool, come: Collection[int], expert_s: float) -> None:
         """Those that are on the device: in decode what was here in one call, and what had to `come` one by one after it,
         otherwise all one by one; the link is free meanwhile."""
-        on_host = demand.host_compute.experts if demand.host_compute is not None else ()
-        here = () if in_order else {expert for expert in demand.todo if expert not in come and expert not in on_host}
-        if here:
-            self._use_link_until(self.now_s + expert_s * len(here))
         while demand.todo:
-            for one in sorted(demand.next_group(in_order).one_by_one(), key=lambda one: one.experts[0] in come):
-                if not one.on_host and one.experts[0] not in here:
-                    self._use_link_until(self.now_s + expert_s)
-                demand.computed(one)
+            ones = sorted(demand.next_group(in_order).one_by_one(), key=lambda one: one.experts[0] in come)
+            here = () if in_order else [one for one in ones if not one.on_host and one.experts[0] not in come]
+            self._use_link_until(self.now_s + sum(self._seconds(one, expert_s) for one in here))
+            for one in ones:
+                if not one.on_host and one not in here:
+                    self._use_link_until(self.now_s + self._seconds(one, expert_s))
+                self._computed(demand, one)
+
+    def _seconds(self, one: Group, expert_s: float) -> float:
+        """Of computing an expert on the device, whose tokens take `expert_s` beside what reading it takes."""
+        rate = self.conditions.weights_bytes_per_s
+        return expert_s + (one.nbytes / rate if rate is not None else 0.0)
+
+    def _computed(self, demand: Demand, group: Group) -> None:
+        self.computed_bytes += 0 if group.on_host else group.nbytes
+        demand.computed(group)
 
     # -- the link
     def _use_link_until(self, end_s: float) -> None:
@@ -224,7 +274,10 @@ class VirtualPager:
 
 
 class TieredPager(VirtualPager):
-    """The virtual pager above a host tier that may lack experts: LRU, and the device's experts are in it (pools/host_tier.py)."""
+    """The virtual pager above a host tier that may lack experts: LRU, and the device's experts are in it (pools/host_tier.py).
+
+    host: records of each format that it holds.
+    """
 
     def __init__(
         self,
@@ -232,21 +285,24 @@ class TieredPager(VirtualPager):
         slabs: tuple[int, ...],
         order: str,
         conditions: Conditions,
-        host: int,
+        host: Sequence[int],
         disk_s_per_byte: float,
+        formats: TwoFormats | None = None,
     ):
-        super().__init__(inventory, slabs, order, conditions)
-        everyone = (ExpertId(layer.index, e) for layer in inventory.layers for e in range(layer.num_experts))
-        self._host = OrderedDict((expert, None) for expert, _ in zip(everyone, range(host), strict=False))
+        super().__init__(inventory, slabs, order, conditions, formats)
+        everyone = [ExpertId(layer.index, e) for layer in inventory.layers for e in range(layer.num_experts)]
+        self._host = [OrderedDict.fromkeys(everyone[:records]) for records in host]
         self._records, self._disk_s_per_byte, self.disk_bytes = host, disk_s_per_byte, 0
 
     def _carry(self, ticket: Ticket) -> None:
         super()._carry(ticket)
-        nbytes, there = ticket.moved.disk_bytes, ticket.expert in self._host
-        self._host[ticket.expert] = None
-        self._host.move_to_end(ticket.expert)
+        precision = self.tables[ticket.geometry].pool.precision_of(ticket.slab)
+        nbytes, host = ticket.moved.disk_bytes, self._host[precision]
+        there = ticket.expert in host
+        host[ticket.expert] = None
+        host.move_to_end(ticket.expert)
         if not there:
             self.disk_bytes += nbytes
             self._link_idle_at_s = ticket.began_s + nbytes * max(self._s_per_byte, self._disk_s_per_byte)
-            if len(self._host) > self._records:
-                self._host.popitem(last=False)
+            if len(host) > self._records[precision]:
+                host.popitem(last=False)

@@ -45,7 +45,8 @@ def skewed_trace(
     """Every token draws its experts without replacement, with logits that are fixed per layer: normal with deviation `skew`, or
     with `zipf` those of odds `rank ** -skew` in random order.
 
-    A request has an optional prompt and `tokens` decode steps of `batch` sequences. With a `window`, scores are the true logits
+    A request has an optional prompt and `tokens` decode steps of `batch` sequences. Weights are the softmax of the chosen logits.
+    With a `window`, scores are the true logits
     of the last token's next choices, blurred by normal noise of deviation `score_noise`, as probabilities.
     """
     random = np.random.default_rng(seed)
@@ -55,14 +56,14 @@ def skewed_trace(
     def step(request: int, phase: Phase, count: int) -> TraceStep:
         logits = taste[:, None] + random.gumbel(size=(layers, count, experts))  # its top k are draws without replacement
         chosen = np.argsort(-logits, axis=-1)[..., :top_k].astype(np.int16)
-        weights = np.full((count, top_k), 1 / top_k, np.float16)
+        weights = _weights(logits, chosen).astype(np.float16)
         blurred = logits[:, -1] + score_noise * random.standard_normal((layers, experts))
         odds = np.exp(blurred - blurred.max(axis=-1, keepdims=True))
         scores = np.zeros((layers + window, experts), np.float16)
         scores[:layers] = odds / odds.sum(axis=-1, keepdims=True)
         kinds = np.full((count, 1) if phase is Phase.DECODE else (1, count), TokenKind.TEXT, np.uint8)
         routing = [
-            LayerRouting(layer, chosen[layer], weights, scores[layer + 1 : layer + 1 + window] if window else None)
+            LayerRouting(layer, chosen[layer], weights[layer], scores[layer + 1 : layer + 1 + window] if window else None)
             for layer in range(layers)
         ]
         return TraceStep(f"request-{request}", phase, kinds, routing)
@@ -100,8 +101,7 @@ def drafted_rounds(
     for number in range(rounds):
         logits = taste[:, None] + random.gumbel(size=(layers, rows, experts))
         chosen = np.argsort(-logits, axis=-1)[..., :top_k]
-        weights = np.exp(np.take_along_axis(logits, chosen, axis=-1))
-        weights /= weights.sum(axis=-1, keepdims=True)
+        weights = _weights(logits, chosen)
         passes = []
         for row in range(drafts):
             others = np.argsort(np.where(_among(chosen[:, row], experts), np.inf, random.random((layers, experts))), axis=-1)
@@ -120,6 +120,12 @@ def _taste(random: np.random.Generator, layers: int, experts: int, skew: float, 
     """Logits `[L, E]` that stay."""
     taste = skew * random.standard_normal((layers, experts))
     return -skew * np.log(1 + np.argsort(taste, axis=-1)) if zipf else taste
+
+
+def _weights(logits: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Softmax of the `chosen` `[L, T, K]` of logits `[L, T, E]`, float64 `[L, T, K]`."""
+    weights = np.exp(np.take_along_axis(logits, chosen.astype(np.intp), axis=-1))
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def _among(chosen: np.ndarray, experts: int) -> np.ndarray:

@@ -172,6 +172,15 @@ def test_a_copy_that_drafts_promises_what_is_missing():
     assert copy.waiting_s < text.waiting_s
 
 
+@pytest.mark.parametrize("share", ["4%", "12%", "50%", "100%"])
+def test_a_prompt_takes_at_least_its_arithmetic_whatever_is_resident(share):
+    box = machine(gpu=1e6, link=1e6)
+    box = dataclasses.replace(box, gpu=dataclasses.replace(box.gpu, tflops=0.05))
+    told = predict(model(), box, of(share), Workload(prompt_tokens=64, skew=0.0))
+    arithmetic_s = 64 * OTHER / 0.05e12  # two operations for each weight of two bytes; made-up records have no weights
+    assert told.first_token_s == pytest.approx(arithmetic_s, rel=0.01)
+
+
 # -- policies
 def test_with_hotness_every_expert_is_there_and_a_token_reads_what_its_formats_take():
     box = machine(gpu=200.0, link=10.0)

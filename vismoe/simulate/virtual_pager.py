@@ -116,6 +116,8 @@ class VirtualPager:
             self._compute_here(demand, come, expert_s)
         while demand.absent:  # larger than the pool, or streaming: slabs are taken again as soon as they are computed
             group = demand.next_group(in_order)
+            if seconds := sum(self._seconds(one, expert_s) for one in group.one_by_one()):
+                self._use_link_until(self.now_s + seconds)
             if group:
                 self._computed(demand, group)
             else:
@@ -239,6 +241,8 @@ class VirtualPager:
     def _seconds(self, one: Group, expert_s: float) -> float:
         """Of computing an expert on the device, whose tokens take `expert_s` beside what reading it takes."""
         rate = self.conditions.weights_bytes_per_s
+        if one.on_host:
+            return 0.0
         return expert_s + (one.nbytes / rate if rate is not None else 0.0)
 
     def _computed(self, demand: Demand, group: Group) -> None:

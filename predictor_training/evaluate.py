@@ -28,6 +28,7 @@ from vismoe.predictor_training.train import TrainingRecipe, add_training_flags, 
 from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
+RANDOM = "random"
 LEARNED, WITHOUT, MERGED, GATE = "learned", "learned, no visual summary", "learned, merged by index", "gate"
 UNASKED, BLIND = "learned, no routers", "learned, no routers, no visual"
 GROUPS = {"held-out": "held-out prompts", "unseen": "a kind not used in training"}
@@ -71,8 +72,10 @@ def trained_variants(
     report: Callable[[str, int], None],
     device: str = "cpu",
     given: dict[str, Folded] | None = None,
+    only: Sequence[str] = (),
 ) -> dict[Phase, dict[str, Folded]]:
-    """Per phase: the learned network (`given`, or trained here), those with fewer inputs, and the paper's merged form."""
+    """Per phase: the learned network (`given`, or trained here), those with fewer inputs, and the paper's merged form; or `only`
+    some of them."""
     recipes = {
         LEARNED: recipe,
         WITHOUT: replace(recipe, parts=tuple(part for part in PARTS if part != "visual")),
@@ -85,6 +88,8 @@ def trained_variants(
         learn = of.where(begins_with("train"))
         variants[phase] = {}
         for name, how in recipes.items():
+            if only and name not in only:
+                continue
             if name == LEARNED and given is not None:
                 variants[phase][name] = given[phase]
                 continue
@@ -112,7 +117,7 @@ def judge(samples: dict[Phase, Samples], variants: dict[Phase, dict[str, Folded]
 
 def _judge(phase: Phase, group: str, held: Samples, training: Samples, networks: dict[str, Folded], top_k: int) -> Judgement:
     scorers: dict[str, Scorer] = {
-        "random": by_nothing(held),
+        RANDOM: by_nothing(held),
         "frequency": by_frequency(held, training),
         "present in LRU": by_lru(held),
     }
@@ -123,7 +128,7 @@ def _judge(phase: Phase, group: str, held: Samples, training: Samples, networks:
     requests = np.unique(held.request)
     prompts = [held.requests[request] for request in requests]
     of_prompt = {name: by_prompt(prompts, recall.of_request[0]) for name, recall in recalls.items()}
-    ours, others = of_prompt[LEARNED], [name for name in (GATE, WITHOUT) if name in recalls]
+    ours, others = of_prompt[LEARNED], [name for name in (RANDOM, GATE, WITHOUT) if name in recalls]
     differences = {f"{LEARNED} - {name}": paired_difference(of_prompt[name], ours) for name in others}
     return Judgement(phase, group, len(held), requests.size, len(ours), recalls, differences)
 
@@ -159,7 +164,7 @@ def plot(judged: Sequence[Judgement], folder: Path) -> list[Path]:
     """Figures 10 (recall per layer, each group) and 11 (the gain from the visual summary) as PNG files."""
     decode = [judgement for judgement in judged if judgement.phase is Phase.DECODE]
     shown = {
-        "predictor-recall": ("random", "frequency", "present in LRU", GATE, LEARNED),
+        "predictor-recall": (RANDOM, "frequency", "present in LRU", GATE, LEARNED),
         "predictor-visual-summary": (BLIND, UNASKED, WITHOUT, LEARNED),
     }
     return [

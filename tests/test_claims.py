@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from vismoe.eval.studies import claims
+from vismoe.eval.studies import claim_runs, claims
 from vismoe.eval.studies.claims import CLAIMS, Claim, kept, lines, main, markdown, measure, shown, sign, turned
+
+INTERVAL = {"value": 0.0, "low": -0.1, "high": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,28 @@ def test_a_model_without_a_world_is_refused(wrong, capsys):
     assert "MODEL=WORLD" in capsys.readouterr().err
 
 
-def test_the_command_reads_every_claim_from_results_of_the_demo_model(tmp_path, capsys):
+@pytest.mark.parametrize("name", claim_runs.RUNS)
+def test_a_run_on_the_demo_model_has_what_its_claims_read(name, tmp_path, monkeypatch):
+    """With few questions, turns and sizes."""
+    few = dict(RECORDED=3, TIMED=2, TURNS=2, ANSWER_TOKENS=4, JUDGED_TOKENS=4, PINNED_SHARES=("50%",), TRAINING_SHARE=2, EPOCHS=1)
+    for constant, value in few.items():
+        monkeypatch.setattr(claim_runs, constant, value)
+    result = json.loads(json.dumps(claim_runs.RUNS[name]("assets/demo-model", 1, 0, "demo", tmp_path)))
+    read = [claim.read(result) for claim in CLAIMS if claim.study == name]
+    assert read and all(found["low"] <= found["value"] <= found["high"] for found in read)
+
+
+def test_savings_are_over_the_one_before_turn_by_turn():
+    found = claim_runs.saved_over_the_one_before({"base": [4.0, 2.0, 8.0], "a": [2.0, 2.0, 6.0], "b": [1.0, 4.0, 6.0]})
+    assert found == {"a": {"value": 0.25, "low": 0.0, "high": 0.5}, "b": {"value": 0.0, "low": -1.0, "high": 0.5}}
+
+
+def test_the_command_reads_every_claim_from_results_of_the_demo_model(tmp_path, capsys, monkeypatch):
+    told = dict(differences={"random": INTERVAL, "learned, no visual summary": INTERVAL}, hotness={"difference": INTERVAL})
+    told["saved"] = INTERVAL | dict.fromkeys(("+ compression", "+ prediction", "+ orchestrator"), INTERVAL)
+    told["saved"] |= dict.fromkeys(claim_runs.STEPS, INTERVAL)
+    for name in claim_runs.RUNS:
+        monkeypatch.setitem(claims.RUNS, name, lambda *_: told)
     page = tmp_path / "page.md"
     assert main(["assets/demo-model=demo", "--questions", "9", "--work", str(tmp_path), "--page", str(page)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

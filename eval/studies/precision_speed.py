@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -230,21 +230,26 @@ def sizes(model: str | None, formats: str) -> ExpertSizes:
 
 
 def demo(arguments: argparse.Namespace, folder: Path) -> SpeedSetup:
-    """The bundled model in 16 and 4 bits."""
-    store = folder / "demo-store"
-    pack_experts(None, store, [Format.INT4])
-    prompts = held_out(arguments.questions)
+    """The demo model in 16 and 4 bits."""
+    setup = bundled(None, "demo", folder, arguments.demo_links, arguments.questions, arguments.tokens)
+    return replace(setup, judge=share_right)
+
+
+def bundled(model: str | None, world: str, folder: Path, links: Sequence[float], questions: int, tokens: int) -> SpeedSetup:
+    """A model of one of the WORLDS (None: the demo model) in 16 and 4 bits, on so many questions of it."""
+    store = folder / f"{world}-store"
+    pack_experts(model, store, [Format.INT4])
+    prompts = held_out(questions, world)
     return SpeedSetup(
-        "demo",
+        world,
         "16/4",
-        tuple(arguments.demo_links),
+        tuple(links),
         {"store": str(store)},
-        partial(ask_scenes, prompts=prompts, max_tokens=arguments.tokens),
-        ["demo", arguments.questions, arguments.tokens],
+        partial(ask_scenes, prompts=prompts, max_tokens=tokens, model=model),
+        [world, questions, tokens],
         len(prompts),
-        **sizes(None, "16/4"),
+        **sizes(model, "16/4"),
         uniform="raw",
-        judge=share_right,
     )
 
 

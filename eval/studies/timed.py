@@ -60,9 +60,9 @@ def take_turns(variants: Mapping[str, Callable[[], Run]], rounds: int) -> dict[s
 
 
 # -- the bundled model, asked about scenes
-def held_out(count: int) -> list[CalibrationPrompt]:
+def held_out(count: int, world: str = "demo") -> list[CalibrationPrompt]:
     """Questions of every kind about scenes that were not used in training."""
-    return [prompt for prompt in scene_prompts(0, count) if prompt.group == "held-out"][:count]
+    return [prompt for prompt in scene_prompts(0, count, world=world) if prompt.group == "held-out"][:count]
 
 
 def ask_scenes(

@@ -2,7 +2,8 @@
 
 A request's way: `chat` makes a prompt of the messages and a `Request` of the prompt, and queues it (`Scheduler.ask`). The
 scheduler's loop (`Scheduler._run`) lets it enter when its tokens fit, and calls `Request.step` in turn with the other requests.
-A step is one forward pass (`TokenLoop.step`), in which every MoE layer calls `paged_experts` (models/moe/experts.py).
+A step is one forward pass: of the prompt (`TokenLoop.step`), then of tokens (`Drafter.verify`, or `SharedPasses.run` for several
+requests). In each, every MoE layer calls `paged_experts` (models/moe/experts.py).
 The token becomes text in the `Reply`, which the caller iterates; `Request.finish` adds the figures.
 
 `close()` (or leaving the `with`) stops copies in flight and gives the files back.

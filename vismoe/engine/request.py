@@ -499,7 +499,7 @@ class Request:
     def _beginning(self) -> tuple[Prefix | None, list[int]]:
         """(what an earlier request has left of this prompt, the ends of the pieces in which the rest is read).
 
-        Nothing and one piece, where not all that the model gets of some images can be told from what it gets of the others.
+        If the inputs of single images cannot be separated, the prompt is read whole, without a prefix.
         """
         prompt, prefix = self.prompt, self._prefix()
         if self._again and not self._reused_tokens:  # it had none the first time
@@ -519,7 +519,7 @@ class Request:
         return prompt.cuts(first, prompt.tokens if whole or chunk is None else chunk)
 
     def _masks_fit(self, first: int, cuts: list[int]) -> bool:
-        """Whether the masks of these pieces, of which a prompt's own beginning needs none, are in the plan."""
+        """Whether the plan has memory for the masks of these pieces. The first piece of a prompt needs no mask."""
         plan, begins = self._shared.plan, (first, *cuts)
         pieces = [(end - begin, end) for begin, end in zip(begins, cuts) if begin]
         return all(mask_bytes(1, new, together, plan.dtype) <= plan.mask_bytes for new, together in pieces)

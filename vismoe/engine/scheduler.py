@@ -5,9 +5,9 @@ Requests of an equal `company` take their steps together, as rows of one pass; t
 A request enters when its tokens fit beside those of the requests that run. Requests enter in the order of arrival and none is
 overtaken, so none starves. One request enters per round: its first step is a whole prompt, and the others wait for it.
 
-A request whose length is not known holds a part of what it may need, and asks for more (`grows`). Where there is no more,
-requests that grow and came later give up their places, the latest first, and wait in front of all others to begin again; where
-the others hold all that they need, it waits for them. So the earliest request always goes on, and none waits for ever.
+A request whose length is not known holds a part of what it may need, and asks for more (`grows`). If no places are free, the
+latest growing request gives up its places and waits in front of all others to begin again; if no later request grows, this one
+waits. So the earliest request always goes on, and none waits for ever.
 
 In a hurry (`hurry`) only the request that is nearest to its end takes steps, so that as many as possible end in the time left.
 """

@@ -8,8 +8,8 @@ taken again as soon as its expert was computed. Two slabs suffice. In a streamed
 fixed, and only what passes through the ring waits for slabs.
 Where there are other ways than waiting (miss.py), some of the missing experts are lent straight from the host tier
 (host_compute.py): as a group of their own, after what lies on the device, so that work launched there runs beside. They take no
-slab. Where slabs hold two formats, what is there in more precision than demanded serves; what is there in less is waited for,
-borrowed or taken as it is (upgrading.py).
+slab. Where slabs hold two formats, a resident copy that is more precise than demanded is used; for a less precise one the demand
+waits, borrows a better copy, or uses it (upgrading.py).
 """
 
 from collections.abc import Collection, Sequence
@@ -113,16 +113,14 @@ class Demand:
 
     def computed(self, group: Group) -> None:
         """A group, or a part of one, was computed; its slabs protect themselves by what they are worth from now on."""
+        if self._upgrading is not None and self._counted != ():
+            self._upgrading.count(group, self._tokens)
         if group.on_host:
             assert self.host_compute is not None
             self.host_compute.computed(group.experts, self._counted)
-            if self._upgrading is not None and self._counted != ():
-                self._upgrading.count(group, self._tokens)
             slabs = self._table.slab_of[np.add(group.experts, self._base)]
             self._leave(slabs[slabs >= 0])
         else:
-            if self._upgrading is not None and self._counted != ():
-                self._upgrading.count(group, self._tokens)
             self._table.used(group.slabs, self._core.tick)
             self._leave(group.slabs)
             if self._upgrading is not None:

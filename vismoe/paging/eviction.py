@@ -1,7 +1,7 @@
 """Which expert is evicted when a slab is needed: a pure function of arrays.
 
 The order (VisMMoE 3.4.2): *streamed* (read for one prefill chunk and used up), then *expired* (its layer is not among the
-next W MoE layers of this token; what an earlier token left there counts), then *speculative* (in the window, prefetched,
+next W MoE layers, whichever token brought it in), then *speculative* (in the window, prefetched,
 not yet demanded), then *window-protected* (in the window and demanded before), farthest layer first. Within a class the
 lowest score goes first; ties by slab index. The window does not wrap over the end of the model.
 

@@ -79,10 +79,6 @@ class Promises:
             self._named[layer] += len(new)
             self._account[PROMISED, layer] += len(new)
 
-    def drafted(self) -> None:
-        """The last draft pass is over."""
-        self.stage = Stage.DRAFTED
-
     def demand(self, layer: int, experts: np.ndarray) -> None:
         """The router of `layer` has spoken, in the model's own pass: it demands `experts` `[n]`."""
         foreseen = experts[self.rows[experts] > 0]

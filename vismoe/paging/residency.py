@@ -73,7 +73,7 @@ class Residency:
     what else than waiting may be done about a miss, where there are `hosts`. `upgrades`: what is done about an expert that is
     there in less precision than was demanded. `deterministic`: nothing is copied unasked. `fill`: where there is a slab for every
     expert, bring in those that nothing demanded yet while nothing else is to be copied. `may_stream`: passes are streamed where
-    measured times say that it pays; `in_flight`: slabs that copies under way and the experts being computed then hold at a time,
+    measured times say that it pays; `in_flight`: slabs that running copies and running computation occupy during a streamed pass,
     beside what waits for the next layer. `metrics`: to go on counting in.
     """
 
@@ -144,7 +144,7 @@ class Residency:
         self.ledger.begin_step(phase, last_step_s)
         self.phase, self.running_layer = phase, -1
         self.misses_last_step, self.misses_this_step = self.misses_this_step, 0
-        self.wanted.begin_step()
+        self.wanted.replace([])
         self.tick += 1  # what a lookahead still says about an earlier step is too late
         compute_s = max(0.0, last_step_s - sum(of.stall_s for of in self.streaming)) / max(1, len(self.inventory.layers))
         for table, streaming in zip(self.tables, self.streaming, strict=True):
@@ -161,7 +161,7 @@ class Residency:
     def end_request(self) -> None:
         """Guesses that were not used by now were wasted; what is resident stays."""
         self.end_drafting()
-        self.wanted.begin_step()
+        self.wanted.replace([])
         self.ahead.clear()
         for table in self.tables:
             for expert in table.give_up_guesses():
@@ -185,7 +185,7 @@ class Residency:
         """A round begins: until `begin_verifying` no layer runs, and nothing is demanded."""
         self.end_drafting()
         if self.promises_why_not is None:
-            self.wanted.begin_step()
+            self.wanted.replace([])
             self.ahead.clear()
             self.streams, self.running_layer = False, -1  # a prompt may have been
             self.tick += 1  # what a lookahead still says about the pass before is too late

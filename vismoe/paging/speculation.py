@@ -103,7 +103,8 @@ class Ledger:
         self._balance_s -= max(0.0, seconds - misses * self.miss_s[self.phase])
 
     def waited(self, stall_s: float, misses: int, behind_s: float) -> None:
-        """A demand stalled for `misses` copies of its own; for the first `behind_s` a guess was on its way, this one's or not."""
+        """A demand stalled for `misses` copies of its own; a prefetch, of whichever expert, was in flight for the
+        first `behind_s` seconds."""
         mean = self.miss_s[self.phase]
         if behind_s > 0:
             self._balance_s -= min(behind_s, max(0.0, stall_s - misses * mean))
@@ -146,7 +147,3 @@ class Wanted:
     def put_back(self, expert: ExpertId, priority: float) -> None:
         """It was popped, and cannot be copied yet."""
         self._best_last.append((expert, priority))
-
-    def begin_step(self) -> None:
-        """Nothing is wanted any more of what was said in an earlier step."""
-        self._best_last.clear()

@@ -105,8 +105,8 @@ class Upgrading:
         return slabs, there & np.array([not any(expert in each for each in unready) for expert in experts], dtype=bool)
 
     def is_wanted_still(self, expert: int, ticket: Ticket, asked: bool) -> bool:
-        """A copy has ended, and the expert is there. Whether the upgrade must be asked for (again): not where the demand has
-        `asked` for this copy and it failed: then the old copy serves."""
+        """A copy has ended, and the expert is there. Returns whether to ask for the upgrade again. If this demand's own copy
+        failed (`asked`), the old copy serves."""
         failed = ticket.error is not None and asked
         if failed:
             self._borrowed.discard(expert)

@@ -33,5 +33,5 @@ def bytes_beyond(need: Footprint, context: int, rows: int, tokens: int) -> int:
 
 
 def tokens_for(need: Footprint, context: int, rows: int, released_bytes: int) -> int:
-    """The most tokens beyond the planned context that these bytes pay for; at most as many again."""
+    """The most tokens beyond the planned context that these bytes pay for, at most as many as the planned context."""
     return bisect.bisect_right(range(1, context + 1), released_bytes, key=lambda n: bytes_beyond(need, context, rows, n))

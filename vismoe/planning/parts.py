@@ -122,7 +122,7 @@ def image_cache_part(need: Footprint, nbytes: int) -> list[PlanPart]:
 
 def draft_part(need: Footprint) -> list[PlanPart]:
     """The experts that draft passes compute with."""
-    note = "every expert of the decoder once more; a percentage of the experts does not count it, a budget in bytes does"
+    note = "a second copy of all decoder experts; --memory 25% excludes it, --memory 20GiB includes it"
     return part_of(f"draft pool ({need.draft_format})", need.draft_bytes, note)
 
 

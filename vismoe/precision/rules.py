@@ -1,8 +1,8 @@
 """How to serve an expert whose resident format may not be the needed one: the cache rules of DyMoE 4.4.2, and what waits.
 
 An expert has one resident format (no duplication). A resident copy serves every demand for the same format or a lower one
-(conservative reuse): with ABSENT as the lowest, a copy serves if `resident <= wanted`. Demand for a higher format than the
-resident one is a miss (precision promotion). Under `importance` such a demand waits for the better copy. Under `hotness` no
+(conservative reuse): HIGH is 0, LOW 1 and ABSENT 2, so a copy serves if `resident <= wanted`. Demand for a higher format than
+the resident one is a miss (precision promotion). Under `importance` such a demand waits for the better copy. Under `hotness` no
 demand waits; the last stable copy serves (DynaExq 3.3). With both, a demand waits only if that costs no time, for a copy that is
 borrowed for the layer and leaves residency unchanged. Pure functions of codes, bytes and rates.
 """

@@ -115,8 +115,8 @@ def expected_tokens(acceptance: Iterable[float]) -> list[float]:
 class _Rows:
     """y(n) = level (1 + jump [n > 1] + growth (n-1)), of passes of n rows, by least squares that forget.
 
-    Single rows say what the level is, and at once after a while. jump: of several rows, which take another path than one. While
-    they always are the same number, half of what their growth exceeds the one before is taken for a jump.
+    Single rows say what the level is, and at once after a while. jump: of several rows, which take another path than one. If all
+    passes have had the same number of rows, half of the growth above the prior is attributed to the jump.
     """
 
     def __init__(self, growth: float):
@@ -205,7 +205,7 @@ class Governor:
         self.credit_passes = CREDIT_PASSES
         self.seconds_in_all = self.reference_s = 0.0  # of rounds; of those since an ordinary pass
         self._predicted: dict[str, list[float]] = {}  # `seconds`, until the next round
-        self._usual_s = 0.0  # of an ordinary pass: changes too slowly for a round to be chosen, and excused, by chance
+        self._usual_s = 0.0  # of an ordinary pass: a slow mean, so that one lucky pass makes no draft look free
         self._ordinary_before = False  # whether the last round drafted nothing
 
     def begin_request(self) -> "RequestGovernor":

@@ -60,7 +60,7 @@ class GpuExperts:
         return True
 
     def few_enough(self, layer: int, index: torch.Tensor) -> bool:
-        """Whether a pair each has a tile of its own: a layer's experts are read once for each pair then, not once for all."""
+        """Whether there are few enough pairs (token, choice) to give each a tile of its own, which reads its expert by itself."""
         pairs = index.numel()
         return pairs <= min(gpu.MOST_ARRANGED, max(index.shape[1], self.inventory.layers[layer].num_experts))
 

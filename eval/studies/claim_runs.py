@@ -36,7 +36,7 @@ TRAINING_SHARE = 3  # prompts that a predictor is trained on, for each that it i
 PINNED_SHARES = ("25%", "50%", "75%")
 MEMORY, LINK, TURNS, ANSWER_TOKENS = "25%", 60e6, 3, 20  # of timed runs: an expert takes about as long as a layer computes
 RECORDED, TIMED = 36, 18  # questions of a recording, and of a turn, at most
-JUDGED_TOKENS = 64
+JUDGED_TOKENS, HOT_SHARE = 64, 0.2
 EPOCHS = TrainingRecipe.epochs
 STEPS = (precision_speed.CACHE, precision_speed.PREFETCH, precision_speed.ALL)  # of DyMoE's table 3
 
@@ -92,9 +92,11 @@ def parts(model: str, per_kind: int, seed: int, world: str, folder: Path) -> Res
 
 
 def formats(model: str, per_kind: int, seed: int, world: str, folder: Path) -> Result:
-    """Accuracy of the engine in 16 bits, and with hot experts in 16 and the others in 2 bits, in 40% of the memory."""
-    store = folder / "store"
+    """Accuracy of the engine in 16 bits, and with hot experts in 16 and the others in 2 bits: in what all take in 2 bits, and a
+    fifth of the rest."""
+    store, size = folder / "store", precision_speed.sizes(model, "16/2")
     precision_speed.pack_experts(model, store, [Format.INT2])
+    memory = HOT_SHARE + (1 - HOT_SHARE) * size["low_bytes"] / size["raw_bytes"]
     talks = [talk for kind in KINDS for talk in questions(kind, range(per_kind), seed, world)]
 
     def scores(**settings: Any) -> list[float]:
@@ -102,8 +104,8 @@ def formats(model: str, per_kind: int, seed: int, world: str, folder: Path) -> R
             said = ["".join(engine.chat(messages(talk), max_tokens=JUDGED_TOKENS)) for talk in talks]
         return [score(talk.turns[-1], text) for talk, text in zip(talks, said, strict=True)]
 
-    exact, hot = scores(memory="100%"), scores(memory="40%", policy="hotness", formats="16/2")
-    return {"exact": sum(exact) / len(exact), "hotness": beside(exact, hot)}
+    exact, hot = scores(memory="100%"), scores(memory=f"{100 * memory:.2f}%", policy="hotness", formats="16/2")
+    return {"exact": sum(exact) / len(exact), "memory": memory, "hotness": beside(exact, hot)}
 
 
 def speed(model: str, per_kind: int, seed: int, world: str, folder: Path) -> Result:

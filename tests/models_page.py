@@ -81,7 +81,8 @@ float32, what an independent reference computes that hides the dropped ones. Wit
 and longer sequences are refused; with linear attention it begins at a layer that has keys and values, one sequence at a time.
 
 *Batches* means: the next tokens of several requests are computed in one pass, and their logits are, in bfloat16 with the CPU
-kernels, bit for bit those of a pass each. By layer: what mixes tokens runs request by request, and everything else together.
+kernels, bit for bit those of a pass each, unless the row says otherwise. By layer: what mixes tokens runs request by request,
+and everything else together.
 
 A name with a plus is a composite: a class that takes its text model from its configuration, together with a text model that has
 experts. The table has those that publishers combine, and two more (with lfm2_vl and llava_onevision). transformers has no class

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from served import served
 from test_prune import Told
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, DeepseekV2Config, DeepseekV3Config
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, DeepseekV2Config, DeepseekV3Config, DynamicCache
 from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2TextConfig
 
 import vismoe
@@ -36,6 +36,7 @@ from vismoe.bench.geometry import GEOMETRIES, geometry_config, model_class_of
 from vismoe.bench.prompt import model_inputs, picture_tokens
 from vismoe.cli.main import main
 from vismoe.errors import ContextError, InputError, UnsupportedModelError
+from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.family.deepseek_vl2.configuration import ORIGINAL, DeepseekVLV2Config
 from vismoe.models.family.deepseek_vl2.processing import GROUNDING
 from vismoe.models.family.deepseek_vl2.tiles import Tiling, token_layout, tokens_of
@@ -223,6 +224,16 @@ def test_paged_experts_compute_the_bits_of_eager_ones(kind, dtype, folder, small
             again = model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False, num_beams=2)
             assert torch.equal(again, beams)
         vismoe.runtime_of(model).pager.close()
+
+
+def test_an_answer_goes_on_in_a_cache_of_ones_own(folder):
+    """By whichever name the installed transformers gives it, in `generate` and in a pass."""
+    model, ids = eager(folder()), torch.tensor([[5, 6, 7, 8]])
+    how, cache = dict(max_new_tokens=3, min_new_tokens=3, do_sample=False), DynamicCache()
+    assert torch.equal(model.generate(ids, **{CACHE: cache}, **how), model.generate(ids, **how)) and cache.get_seq_length() == 6
+    with torch.no_grad():
+        whole, begun = model(ids).logits[:, -1], cache_in(model(ids[:, :3], use_cache=True))
+        assert torch.allclose(model(ids[:, 3:], **{CACHE: begun}).logits[:, -1], whole, atol=1e-5)
 
 
 def test_beams_of_a_batch_see_the_pictures_of_their_own_sequence(folder, small_processor):

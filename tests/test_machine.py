@@ -180,7 +180,7 @@ def test_the_threads_share_the_offsets_and_stop_when_the_time_is_over(tmp_path, 
 def test_cold_reads_drop_the_files_pages_and_cover_the_file_in_random_order(tmp_path, monkeypatch):
     dropped, orders = [], []
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[1:]))
-    monkeypatch.setattr(disk_module, "_reading", lambda fd, offsets, *_: orders.append(offsets) or 1.0)
+    monkeypatch.setattr(disk_module, "_reading", lambda fd, offsets, *_, **__: orders.append(offsets) or 1.0)
     measured = disk_rates(tmp_path, SMALL)
     cold, (warming, cached) = orders[:-2], orders[-2:]
     assert len(dropped) == len(cold) == len(measured.rates)

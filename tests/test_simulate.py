@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -131,6 +132,19 @@ def test_more_memory_and_a_faster_link_never_slow_a_machine(shares, links, gpu):
     assert speed(low, slow) <= speed(high, slow) * 1.03  # one trace decides which experts a few slabs more hold
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_more_memory_never_slows_a_processor(rows):
+    """Its cores compute and copy, one after the other."""
+    told = [
+        predict(model(), machine(), of(share, parallel=rows, reads="cached"), UNIFORM)
+        for share in ("6%", "12%", "25%", "50%", "100%")
+    ]
+    for less, more in pairwise(told):
+        assert more.tokens_per_s >= 0.999 * less.tokens_per_s and more.first_token_s <= 1.001 * less.first_token_s
+    for each in told if rows == 1 else ():  # several rows are streamed: the next layer's experts come meanwhile
+        assert 1 / each.tokens_per_s == pytest.approx(each.memory_s + each.arithmetic_s, rel=0.02)  # copies count as memory
+
+
 def test_some_layers_stand_for_all(monkeypatch):
     few = predict(model(40), machine(gpu=200.0), of("25%"), Workload(prompt_tokens=16))
     monkeypatch.setattr(predicting, "SAMPLED_LAYERS", 40)
@@ -225,11 +239,26 @@ def test_a_policy_serves_several_rows_and_what_ram_lacks_comes_from_disk():
 
 
 @pytest.mark.parametrize("policy", ["hotness", "importance"])
-def test_a_recorded_trace_is_replayed_under_a_policy(policy):
-    steps = tuple(skewed_trace(LAYERS, EXPERTS, TOP_K, tokens=40, skew=1.5, seed=7).steps)
-    asked = of("75%", policy=policy, formats="8/4")
-    recorded, generated = (predict(model(), machine(gpu=200.0), asked, work) for work in (Workload(trace=steps), UNIFORM))
-    assert 0 < recorded.high <= 1 and recorded.hit_rate > 0 and recorded.tokens_per_s != generated.tokens_per_s
+def test_a_recorded_trace_is_replayed_under_a_policy_as_generated_routing_of_its_kind(policy):
+    """Both of one taste: hotness has seen the experts of either before."""
+    steps = skewed_trace(LAYERS, EXPERTS, TOP_K, tokens=64, skew=1.5, zipf=True, prompt_tokens=16, seed=0).steps[1:]
+    asked, skewed = of("75%", policy=policy, formats="8/4"), dataclasses.replace(UNIFORM, skew=1.5)
+    recorded = predict(model(), machine(gpu=200.0), asked, dataclasses.replace(skewed, trace=tuple(steps)))
+    generated, even = (predict(model(), machine(gpu=200.0), asked, work) for work in (skewed, UNIFORM))
+    assert recorded.high == pytest.approx(generated.high, abs=0.06) and recorded.hit_rate == pytest.approx(
+        generated.hit_rate, abs=0.06
+    )
+    if policy == "hotness":
+        assert recorded.high > even.high + 0.1
+
+
+def test_some_layers_have_their_share_of_the_hot_experts(monkeypatch):
+    """So few that they do not go round: a twelfth of the experts in 40 layers."""
+    asked = of("54%", policy="hotness", formats="8/4")
+    few = predict(model(40), machine(gpu=200.0), asked, UNIFORM)
+    monkeypatch.setattr(predicting, "SAMPLED_LAYERS", 40)
+    every = predict(model(40), machine(gpu=200.0), asked, UNIFORM)
+    assert 0 < every.high < 0.2 and few.high == pytest.approx(every.high, abs=0.02)
 
 
 # -- machines

@@ -4,6 +4,7 @@ Each is called as the other studies are, `(model, questions of a kind, seed, wor
 several settings, has no 95% interval: there, `low` and `high` are the least and the most of its turns or settings.
 """
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -13,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from vismoe.engine.engine import load
+from vismoe.errors import InputError
 from vismoe.eval.accuracy import messages
 from vismoe.eval.answer_file import questions
 from vismoe.eval.paired import beside
@@ -21,6 +23,7 @@ from vismoe.eval.scoring import score
 from vismoe.eval.studies import ladder, precision_speed
 from vismoe.eval.studies.orchestrator import ASKING_S, LAYER_S, LINKS_BYTES_PER_S, TOKEN_S
 from vismoe.eval.studies.timed import ask_scenes, held_out, take_turns
+from vismoe.models.load.runtime import runtime_of
 from vismoe.pair import Format
 from vismoe.predictor_training.collect import collect
 from vismoe.predictor_training.evaluate import LEARNED, RANDOM, WITHOUT, judge, trained_variants
@@ -48,7 +51,7 @@ def prediction(model: str, per_kind: int, seed: int, world: str, folder: Path) -
     asked = per_kind * len(KINDS)
     prompts = scene_prompts(TRAINING_SHARE * asked, asked, world=world)
     with load(model, memory="50%", lookahead="gate", calibration="none") as engine:
-        top_k = engine.model._vismoe_runtime.store.inventory.layers[0].top_k
+        top_k = runtime_of(engine.model).store.inventory.layers[0].top_k
         traces = collect(engine, prompts, folder / "traces", keeps=(1.0,))
     samples = {Phase.DECODE: read_samples(traces)[Phase.DECODE]}
     variants = trained_variants(
@@ -63,6 +66,7 @@ def prediction(model: str, per_kind: int, seed: int, world: str, folder: Path) -
 def placement(model: str, per_kind: int, seed: int, world: str, folder: Path) -> Result:
     """The share of virtual time that the best number of pinned layers saves, at several sizes and links."""
     trace = folder / "trace"
+    shutil.rmtree(trace, ignore_errors=True)  # of a run that was interrupted
     settings = dict(memory="50%", kernels="torch", deterministic=True, lookahead="gate")
     ask_scenes(settings, held_out(min(RECORDED, per_kind * len(KINDS)), world), ANSWER_TOKENS, model, trace)
     demands, saved = Demands.of(Trace.open(trace)), {}
@@ -72,6 +76,10 @@ def placement(model: str, per_kind: int, seed: int, world: str, folder: Path) ->
             none, *pinned = pinned_curve(demands, share, link_bytes_per_s=link, prefetch=True, **layer)
             if pinned:
                 saved[f"{share}, {link / 1e6:g} MB/s"] = 1 - min(point.seconds for point in pinned) / none.seconds
+    if not saved:
+        raise InputError(
+            f"{model}: no layer can be pinned at {', '.join(PINNED_SHARES)} of the experts. Fix: a model with more layers"
+        )
     return {"saved": spread(list(saved.values())), "settings": saved}
 
 

@@ -42,11 +42,11 @@ class WrappingPager(VirtualPager):
         self.core._next_guess = self._guess_on  # type: ignore[method-assign]
 
     def _begin_step(self, first: RecordedDemand) -> None:
-        self._next.begin_step()
+        self._next.replace([])
         super()._begin_step(first)
 
     def end_request(self) -> None:
-        self._next.begin_step()
+        self._next.replace([])
         self._use[:] = 0
         super().end_request()
 

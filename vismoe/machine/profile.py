@@ -19,7 +19,7 @@ from vismoe.machine.disk import filesystem_key
 from vismoe.machine.facts import Facts, facts, machine_key
 from vismoe.machine.rates import DiskRates, DramRates, LinkRates
 
-SCHEMA = 1
+SCHEMA = 2  # 1: the page cache was copied to memory that processors cached
 logger = logging.getLogger(__name__)
 
 

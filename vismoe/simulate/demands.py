@@ -47,6 +47,7 @@ class RecordedDemand:
     high: np.ndarray | None = None  # bool [E], wanted in the more precise format; None: all
     first: tuple[int, ...] = ()  # which get it first where not all can
     moves: Moves | None = None  # what was decided after the step before; of the first demand of a step
+    reached: int | None = None  # real tokens that reached the layer; None: as many as chose all their experts
 
 
 class Demands(list[RecordedDemand]):
@@ -89,6 +90,7 @@ class Conditions:
     link_bytes_per_s: float | None = None  # None: transfers take no time
     compute_s_per_layer: float = 0.0  # everything of one decoder layer but waiting and what grows with the tokens
     compute_s_per_token: float = 0.0  # that each token adds while the layer's experts are computed
+    compute_s_per_choice: float = 0.0  # that each expert of a token adds
     weights_bytes_per_s: float | None = None  # at which the device reads the experts that it computes; None: it takes no time
     overlaps: bool = False  # decode computes what is on the device while the rest is copied
     lookahead_s: float = 0.0  # of asking the lookahead at one layer

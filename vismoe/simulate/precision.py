@@ -214,8 +214,9 @@ def decided(passes: Iterable[Pass], inventory: ExpertInventory, precision: Preci
                 high[list(choice.upgrades)] = True
             last = demanded if decoding else layer.last
             yield RecordedDemand(
-                number, request, each.phase, layer.index, demanded, tokens[demanded], last, None, high, choice.upgrades, moves
-            )
+                number, request, each.phase, layer.index, demanded, tokens[demanded], last, None, high, choice.upgrades, moves,
+                len(layer.routing) if layer.real is None else int(layer.real.sum()),
+            )  # fmt: skip
             moves = None
         update = precision.end_step(each.tokens)
         if update is not None:

@@ -32,6 +32,7 @@ from vismoe.paging.miss import Rates
 from vismoe.pair import Format
 from vismoe.planning.case import Case
 from vismoe.planning.needs import Footprint
+from vismoe.planning.pair_split import quotas
 from vismoe.planning.plan import Plan
 from vismoe.planning.throughput import PassLayer
 from vismoe.precision.controller import Precision
@@ -305,13 +306,14 @@ class SimulatedRun:
     @property
     def quotas(self) -> np.ndarray:
         """int64 `[L]` of the layers that are replayed: the most hot experts."""
-        return np.array(self.plan.hot_quota[: len(self.sampled.layers)], np.int64)
+        share = len(self.sampled.layers) / len(self.needs.inventory.layers)
+        return np.array(quotas(self.sampled, [round(sum(self.plan.hot_quota) * share)]), np.int64)
 
     def conditions(self, rows: int) -> Conditions:
         """Of a decode pass of so many rows."""
         return self._conditions(self.arithmetic_s(rows) + self.beside_bytes(self.rows) / self.machine.weights_bytes_per_s)
 
-    def _conditions(self, fixed_s: float, token_s: float = 0.0) -> Conditions:
+    def _conditions(self, fixed_s: float, token_s: float = 0.0, choice_s: float = 0.0) -> Conditions:
         machine, raw = self.machine, self.needs.inventory.raw_layouts[0].payload_bytes
         below: dict[str, Any] = {}
         if (misses := self.misses) != "wait":  # of bfloat16: a multiplication and an addition for each two bytes
@@ -325,6 +327,7 @@ class SimulatedRun:
             link_bytes_per_s=self.link_bytes_per_s,
             compute_s_per_layer=fixed_s,
             compute_s_per_token=token_s,
+            compute_s_per_choice=choice_s,
             weights_bytes_per_s=machine.weights_bytes_per_s,
             overlaps=machine.link is not None,  # on a processor alone the cores that compute also copy
             **below,
@@ -377,7 +380,7 @@ class SimulatedRun:
             machine=str(self.machine),
             memory_bytes=self.plan.budget_bytes,
             resident=resident,
-            in_host=1.0 if from_cache else in_host or resident,
+            in_host=1.0 if from_cache else max(in_host, resident),
             rows=self.rows,
             tokens_per_s=1 / token_s,
             first_token_s=first_s,
@@ -398,7 +401,10 @@ class SimulatedRun:
     def first_token_s(self, prompt: list[RecordedDemand], high: np.ndarray | None) -> float:
         """Of a prompt that comes after another one."""
         fixed_s = self.machine.layer_s + self.layer.other_bytes / self.machine.weights_bytes_per_s
-        pager = self.pager(self._conditions(fixed_s, self.layer.row_flop / self.machine.flop_per_s), high)
+        weights = self.needs.inventory.raw_layouts[0].payload_bytes / (4 if self.needs.dtype == "float32" else 2)
+        expert_s = 2 * weights / self.machine.flop_per_s  # a multiplication and an addition for each
+        others_s = self.layer.row_flop / self.machine.flop_per_s - self.layer.top_k * expert_s
+        pager = self.pager(self._conditions(fixed_s, others_s, expert_s), high)
         for demand in prompt:
             pager.run(demand)
         began_s, later = pager.now_s, prompt[0].step + 1
@@ -409,10 +415,10 @@ class SimulatedRun:
     # -- routing
     def demands(self) -> tuple[list[RecordedDemand], np.ndarray | None]:
         """A prompt, and decode steps, of a recorded trace its own; and with which experts hotness begins, bool `[L, E]`: it has
-        seen WARMING steps before."""
+        seen WARMING steps before, or the recorded ones."""
         work, inventory = self.workload, self.sampled
         counted = 0 if work.trace else SETTLING + COUNTED
-        prompt, *steps = self.generated(work.prompt_tokens, counted + (WARMING if self.hot else 0)).steps
+        prompt, *steps = self.generated(work.prompt_tokens, counted + (WARMING if self.hot and not work.trace else 0)).steps
         asked = [prompt, *steps[:counted], *(dataclasses.replace(step, request="request-0") for step in work.trace)]
         if self.settings.pair is None:
             return Demands.of(SyntheticTrace(inventory, asked)), None
@@ -420,7 +426,7 @@ class SimulatedRun:
         if not self.hot:
             return list(decided(read(SyntheticTrace(inventory, asked)), inventory, Precision(policy, experts))), None
         before = Precision(policy, experts, self.quotas)
-        for _ in decided(read(SyntheticTrace(inventory, [prompt, *steps[counted:]])), inventory, before):
+        for _ in decided(read(SyntheticTrace(inventory, [prompt, *(work.trace or steps[counted:])])), inventory, before):
             pass
         precision = Precision(policy, experts, self.quotas, before.hotness)
         high = precision.targets.copy() if precision.targets.any() else hot_at_first(inventory, self.quotas)

@@ -110,14 +110,17 @@ class VirtualPager:
         come = () if in_order else {*demand.absent, *demand.tickets}  # and are computed after what is here
         asked_s = self._look_ahead(recorded)
         cpu_s = demand.host_compute.seconds() if demand.host_compute is not None else 0.0
-        tokens = int(recorded.tokens.sum()) / self.inventory.layers[recorded.layer].top_k
-        expert_s = tokens * self.conditions.compute_s_per_token / max(1, len(demand.todo))
+        tokens_s = self._tokens(recorded) * self.conditions.compute_s_per_token
+        expert_s = (tokens_s + int(recorded.tokens.sum()) * self.conditions.compute_s_per_choice) / max(1, len(demand.todo))
         if self.conditions.overlaps and come:
             self._compute_here(demand, come, expert_s)
         while demand.absent:  # larger than the pool, or streaming: slabs are taken again as soon as they are computed
             group = demand.next_group(in_order)
             if seconds := sum(self._seconds(one, expert_s) for one in group.one_by_one()):
-                self._use_link_until(self.now_s + seconds)
+                if self.conditions.overlaps:
+                    self._use_link_until(self.now_s + seconds)
+                else:
+                    self.now_s += seconds
             if group:
                 self._computed(demand, group)
             else:
@@ -166,11 +169,16 @@ class VirtualPager:
     def _begin_step(self, first: RecordedDemand) -> None:
         if first.moves is not None:
             self.core.retarget(first.moves.high, first.moves.promote, first.moves.demote)
-        tokens = int(first.tokens.sum()) // self.inventory.layers[first.layer].top_k
-        self.core.begin_step(first.phase, self._step_ended_s - self._step_began_s, tokens)
+        self.core.begin_step(first.phase, self._step_ended_s - self._step_began_s, int(self._tokens(first)))
         self._step_began_s = self.now_s
         if self.conditions.prefetch_bytes_per_step is not None:
             self.core.ledger.allowance_bytes = self.conditions.prefetch_bytes_per_step
+
+    def _tokens(self, recorded: RecordedDemand) -> float:
+        """Real tokens of a layer."""
+        if recorded.reached is not None:
+            return recorded.reached
+        return int(recorded.tokens.sum()) / self.inventory.layers[recorded.layer].top_k
 
     def _pin(self, layer: MoELayer) -> None:
         """Every expert of the layer is here from the start; not counted."""

@@ -11,4 +11,4 @@ CACHE_NAMES = tuple(dict.fromkeys((CACHE, "past_key_values", "past_key_value", "
 
 def cache_in(given: Mapping[str, Any]) -> Any:
     """The cache among the arguments of a model or a layer, or in a model's output; None: it has none."""
-    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    return next((given[name] for name in CACHE_NAMES if name in given and given[name] is not None), None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from vismoe.models.moe.experts import paged_experts
 
@@ -134,8 +135,10 @@ def adapt(model: Any) -> None:
             module.__class__ = type(type(module).__name__, (adapter, type(module)), {})
             if isinstance(module, OnInterface):
                 module.adopt(block, config)
-    if type(model).__name__ == "Llama4ForConditionalGeneration":
-        model.language_model.register_forward_hook(_without_images)
+    if type(model).__name__ == "Llama4ForConditionalGeneration" and not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+        hooks = model.language_model._forward_hooks.values()
+        if _without_images not in hooks:
+            model.language_model.register_forward_hook(_without_images)
 
 
 def _without_images(module: nn.Module, args: Any, output: Any) -> None:

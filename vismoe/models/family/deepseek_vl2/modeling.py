@@ -18,6 +18,7 @@ from transformers import (
     SiglipVisionModel,
     initialization,
 )
+from transformers.cache_utils import Cache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
@@ -189,6 +190,8 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
         images_spatial_crop: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -196,7 +199,7 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits `[batch, tokens, vocabulary]`, and with `labels` the loss. Images as for `get_image_features`, in the order of
-        their tokens."""
+        their tokens. The cache has the name that the installed transformers gives it (caches.py); both are taken."""
         output = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,
@@ -205,6 +208,7 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            **{CACHE: past_key_values if cache is None else cache},
             **kwargs,
         )
         hidden = output.last_hidden_state

@@ -80,7 +80,7 @@ def placement(model: str, per_kind: int, seed: int, world: str, folder: Path) ->
         raise InputError(
             f"{model}: no layer can be pinned at {', '.join(PINNED_SHARES)} of the experts. Fix: a model with more layers"
         )
-    return {"saved": spread(list(saved.values())), "settings": saved}
+    return {"saved": with_extremes(list(saved.values())), "settings": saved}
 
 
 def parts(model: str, per_kind: int, seed: int, world: str, folder: Path) -> Result:
@@ -120,10 +120,7 @@ def speed(model: str, per_kind: int, seed: int, world: str, folder: Path) -> Res
     """The share of a token's time that a cache, then prefetch, then two formats save (DyMoE, table 3)."""
     setup = precision_speed.bundled(model, world, folder, (LINK,), min(TIMED, per_kind * len(KINDS)), ANSWER_TOKENS)
     rungs = precision_speed.variants(setup, LINK, [0.5])
-    chosen = [
-        precision_speed.ALONE,
-        *(f"{name} @ 0.5" for name in (precision_speed.CACHE, precision_speed.PREFETCH, precision_speed.ALL)),
-    ]
+    chosen = [precision_speed.ALONE, *(f"{name} @ 0.5" for name in STEPS)]
     turns = take_turns({name: partial(setup.ask, rungs[name]) for name in chosen}, TURNS)
     seconds = {name.partition(" @")[0]: [run.decode_s / run.decode_tokens for run in runs] for name, runs in turns.items()}
     return {"seconds": seconds, "saved": saved_over_the_one_before(seconds)}
@@ -133,12 +130,12 @@ def saved_over_the_one_before(seconds: Mapping[str, Sequence[float]]) -> dict[st
     """By name, the share of the time of the one before that each saves, turn by turn."""
     names = list(seconds)
     return {
-        name: spread([1 - own / rival for own, rival in zip(seconds[name], seconds[before], strict=True)])
+        name: with_extremes([1 - own / rival for own, rival in zip(seconds[name], seconds[before], strict=True)])
         for before, name in pairwise(names)
     }
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def with_extremes(values: Sequence[float]) -> dict[str, float]:
     """The median with the least and the most."""
     return {"value": median(values), "low": min(values), "high": max(values)}
 

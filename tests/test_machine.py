@@ -511,7 +511,7 @@ def test_experts_that_fit_beyond_the_plan_stay_in_the_page_cache(tmp_path, measu
 
 
 @pytest.mark.parametrize(("expert_bytes", "cold_direct"), [(9 * MIB, True), (MIB, False)])
-def test_of_experts_that_fit_what_is_cold_is_read_past_the_page_cache_where_that_is_faster(
+def test_of_experts_that_fit_what_is_cold_is_read_past_the_page_cache_where_that_is_nearly_as_fast(
     tmp_path, measured, expert_bytes, cold_direct
 ):
     found = chosen(measured, tmp_path, spare_bytes=60 * GIB, expert_bytes=expert_bytes)
@@ -522,6 +522,14 @@ def test_of_experts_that_fit_what_is_cold_is_read_past_the_page_cache_where_that
     assert not chosen(None, tmp_path, spare_bytes=60 * GIB, expert_bytes=MIB - 1).cold_direct
     unmeasured = made_up(disk(*(rate for rate in CURVES if not rate.direct), key=filesystem_key(tmp_path), refused="refused"))
     assert not chosen(unmeasured, tmp_path, spare_bytes=60 * GIB).cold_direct
+
+
+@pytest.mark.parametrize(("past", "direct"), [(1.82e9, True), (1.78e9, False)])
+def test_nine_tenths_of_the_rate_suffice_past_the_page_cache_since_that_saves_a_copy(tmp_path, past, direct):
+    disks = made_up(disk(DiskRate(True, MIB, 1, past), DiskRate(False, MIB, 1, 2e9), key=filesystem_key(tmp_path)))
+    cold = chosen(disks, tmp_path, spare_bytes=60 * GIB)
+    assert (cold.cold_direct, cold.io_threads) == (direct, 1 + direct), "a second thread reads while the first copies"
+    assert chosen(disks, tmp_path).direct_reads is direct
 
 
 def test_copies_out_of_the_page_cache_take_no_more_threads_than_cores(tmp_path, measured):

@@ -15,6 +15,7 @@ struct Avx512Bf16 {
   using Sum = __m512;
   static constexpr int kLanes = 32;
   static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 2;
+  static constexpr bool kRestores = true;
 
   static __m512 zero() { return _mm512_setzero_ps(); }
   static __m512bh load(const X* x) { return (__m512bh)_mm512_loadu_si512(x); }
@@ -36,6 +37,8 @@ struct Avx512Bf16 {
 
   template <Encoding E>
   struct Decoder;
+  template <Encoding E>
+  static void restore(const Unit& unit, const float* scales, const float* minima, X* to);
 };
 
 template <>
@@ -161,11 +164,8 @@ inline __m512bh e4m3_of(const std::uint8_t* p) {
   return (__m512bh)_mm512_ternarylogic_epi32(values, bytes, _mm512_set1_epi16(-0x8000), 0xf8);  // values | (bytes & sign)
 }
 
-inline __m512bh signed_bytes_of(const std::uint8_t* p) {
-  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(p)));
-  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(p + 16)));
-  return _mm512_cvtne2ps_pbh(high, low);
-}
+inline __m512 sixteen_bytes(const std::uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(p))); }
+inline __m512bh signed_bytes_of(const std::uint8_t* p) { return _mm512_cvtne2ps_pbh(sixteen_bytes(p + 16), sixteen_bytes(p)); }
 
 // Inputs 32 j .. 32 j + 32 of a block of Q6_K: quarter j % 4 of half j / 4.
 inline __m512bh six_bits_of(const std::uint8_t* block, int j) {
@@ -185,35 +185,56 @@ struct Avx512Bf16::Decoder {
   struct Scaling {};
   static Scaling scaling(const Unit&) { return {}; }
 
-  static __m512bh decode(const std::uint8_t* unit, int j, const Scaling&) {
-    const std::uint8_t* block = unit + static_cast<std::size_t>(j) * (kUnitBytes * 32 / kInputs);  // not of K-quants
-    if constexpr (E == kFp8) return e4m3_of(block);
-    if constexpr (E == kW8) return signed_bytes_of(block);
-    if constexpr (E == kQ8_0) return signed_bytes_of(block + 2);
-    if constexpr (E == kW4 || E == kW4Narrow) return values_in(kFourCentred, pairs_of(block));
-    if constexpr (E == kMxFp4 || E == kNvFp4) return values_in(kFourE2m1, pairs_of(block));
-    if constexpr (E == kMxFp4Block) return values_in(kFourE2m1, halves_of(block + 1));
-    if constexpr (E == kIq4Nl) return values_in(kFourIq4, halves_of(block + 2));
-    if constexpr (E == kQ4_0) return values_in(kFourCentred, halves_of(block + 2));
-    if constexpr (E == kQ4_1) return values_in(kFour, halves_of(block + 4));
-    if constexpr (E == kQ5_0) return values_in(kFiveCentred, with_fifth(halves_of(block + 6), bits_at(block + 2)));
-    if constexpr (E == kQ5_1) return values_in(kFive, with_fifth(halves_of(block + 8), bits_at(block + 4)));
-    if constexpr (E == kQ4K) return values_in(kFour, half_of(unit + 16, j));
+  // Of the codes that a table holds: the table, and inputs 32 j .. 32 j + 32 as words to look up in it.
+  static constexpr const Table<32>* kTable = [] {
+    if constexpr (E == kW4 || E == kW4Narrow || E == kQ4_0) return &kFourCentred;
+    else if constexpr (E == kMxFp4 || E == kNvFp4 || E == kMxFp4Block) return &kFourE2m1;
+    else if constexpr (E == kIq4Nl || E == kIq4Xs) return &kFourIq4;
+    else if constexpr (E == kQ4_1 || E == kQ4K) return &kFour;
+    else if constexpr (E == kQ5_0) return &kFiveCentred;
+    else if constexpr (E == kQ5_1 || E == kQ5K) return &kFive;
+    else if constexpr (E == kQ2K) return &kTwo;
+    else if constexpr (E == kQ3K) return &kThreeCentred;
+    else return static_cast<const Table<32>*>(nullptr);
+  }();
+  static constexpr bool kBytes = E == kW8 || E == kQ8_0;
+  static constexpr bool kFiveBits = E == kQ5_0 || E == kQ5_1 || E == kQ5K;
+
+  static __m512i words(const std::uint8_t* unit, int j) {
+    const std::uint8_t* block = block_at(unit, j);
+    if constexpr (E == kW4 || E == kW4Narrow || E == kMxFp4 || E == kNvFp4) return pairs_of(block);
+    if constexpr (E == kMxFp4Block) return halves_of(block + 1);
+    if constexpr (E == kIq4Nl || E == kQ4_0) return halves_of(block + 2);
+    if constexpr (E == kQ4_1) return halves_of(block + 4);
+    if constexpr (E == kQ5_0) return with_fifth(halves_of(block + 6), bits_at(block + 2));
+    if constexpr (E == kQ5_1) return with_fifth(halves_of(block + 8), bits_at(block + 4));
+    if constexpr (E == kQ4K) return half_of(unit + 16, j);
     if constexpr (E == kQ5K) {
       const __mmask32 fifth = _mm256_test_epi8_mask(load32(unit + 16), _mm256_set1_epi8(static_cast<char>(1 << j)));
-      return values_in(kFive, with_fifth(half_of(unit + 48, j), fifth));
+      return with_fifth(half_of(unit + 48, j), fifth);
     }
-    if constexpr (E == kQ6K) return six_bits_of(unit, j);
-    if constexpr (E == kQ2K) return values_in(kTwo, quarter_of(unit + 16, j));
+    if constexpr (E == kQ2K) return quarter_of(unit + 16, j);
     if constexpr (E == kQ3K) {
       const __mmask32 third = _mm256_test_epi8_mask(load32(unit), _mm256_set1_epi8(static_cast<char>(1 << j)));
       const __m512i two = _mm512_and_si512(quarter_of(unit + 32, j), _mm512_set1_epi16(3));
-      return values_in(kThreeCentred, _mm512_mask_add_epi16(two, third, two, _mm512_set1_epi16(4)));
+      return _mm512_mask_add_epi16(two, third, two, _mm512_set1_epi16(4));
     }
-    if constexpr (E == kIq4Xs) return values_in(kFourIq4, halves_of(unit + 8 + 16 * j));
+    if constexpr (E == kIq4Xs) return halves_of(unit + 8 + 16 * j);
   }
 
+  static __m512bh decode(const std::uint8_t* unit, int j, const Scaling&) {
+    if constexpr (kTable != nullptr) return values_in(*kTable, words(unit, j));
+    if constexpr (E == kFp8) return e4m3_of(block_at(unit, j));
+    if constexpr (kBytes) return signed_bytes_of(bytes_at(unit, j));
+    if constexpr (E == kQ6K) return six_bits_of(unit, j);
+  }
+
+  static const std::uint8_t* bytes_at(const std::uint8_t* unit, int j) { return block_at(unit, j) + (E == kQ8_0 ? 2 : 0); }
+
  private:
+  static const std::uint8_t* block_at(const std::uint8_t* unit, int j) {  // not of K-quants
+    return unit + static_cast<std::size_t>(j) * (kUnitBytes * 32 / kInputs);
+  }
   static __mmask32 bits_at(const std::uint8_t* p) {
     std::uint32_t bits;
     std::memcpy(&bits, p, 4);
@@ -226,6 +247,48 @@ struct Avx512Bf16::Decoder {
     return _mm512_srli_epi16(words_of_bytes(p + j / 4 * 32), static_cast<unsigned>(j % 4 * 2));
   }
 };
+
+inline __m512 wide(__m256i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16)); }
+
+// Weights of one unit: codes times scales plus minima, rounded to bfloat16. Where a step has as many inputs as an operand, or more,
+// this is done for every value that a code can have, and weights are looked up.
+template <Encoding E>
+void Avx512Bf16::restore(const Unit& unit, const float* scales, const float* minima, X* to) {
+  using D = Decoder<E>;
+  constexpr int kStep = static_cast<int>(D::kStep), kOperands = static_cast<int>(D::kInputs) / kLanes;
+  const auto weights = [&](__m512 codes, int step) {
+    return _mm512_fmadd_ps(codes, _mm512_set1_ps(scales[step]), _mm512_set1_ps(minima ? minima[step] : 0.0f));
+  };
+  if constexpr (D::kTable != nullptr && kStep >= kLanes) {
+    const __m256i* table = reinterpret_cast<const __m256i*>(D::kTable->of);
+    for (int step = 0; step < kOperands * kLanes / kStep; step++) {
+      const __m512 low = weights(wide(_mm256_load_si256(table)), step);
+      const __m512 high = D::kFiveBits ? weights(wide(_mm256_load_si256(table + 1)), step) : low;
+      const __m512i values = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+#pragma GCC unroll 4
+      for (int j = step * kStep / kLanes; j < (step + 1) * kStep / kLanes; j++) {
+        store(to + j * kLanes, (__m512bh)_mm512_permutexvar_epi16(D::words(unit.codes, j), values));
+      }
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int j = 0; j < kOperands; j++) {
+      const int step = j * kLanes / kStep;
+      __m512 low, high;
+      if constexpr (D::kBytes) {
+        low = sixteen_bytes(D::bytes_at(unit.codes, j));
+        high = sixteen_bytes(D::bytes_at(unit.codes, j) + 16);
+      } else {
+        const __m512i codes = (__m512i)D::decode(unit.codes, j, {});
+        low = wide(_mm512_castsi512_si256(codes));
+        high = wide(_mm512_extracti64x4_epi64(codes, 1));
+      }
+      low = weights(low, step);
+      high = weights(high, step + (kStep == 16));
+      store(to + j * kLanes, _mm512_cvtne2ps_pbh(high, low));
+    }
+  }
+}
 
 }  // namespace
 }  // namespace vismoe

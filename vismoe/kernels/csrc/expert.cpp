@@ -32,7 +32,7 @@ constexpr std::size_t kTasksOfThread = 32;       // the aim, so that threads fin
 constexpr std::size_t kAloneBytes = 128 * 1024;  // one thread reads less than this before another has woken up
 constexpr std::size_t kPackBytes = 256 * 1024;   // inputs of one packing task
 constexpr std::size_t kBlockBytes = 2 * lossless::kBlockWeights;  // decoded before and behind the rows that are wanted, at most
-constexpr std::size_t kGroup = 16;               // rows that wide kernels pack together
+constexpr std::size_t kGroup = 16;               // rows that kernels for prompts pack together
 
 enum Stage { kPack, kUp, kDown, kProduct, kCombine, kRowwise, kAttend };
 
@@ -231,7 +231,7 @@ struct Workspace {
       : x_bytes(stride_of(inputs) * kernels.x_bytes),
         h_bytes(stride_of(intermediate) * kernels.x_bytes),
         most_inputs(std::max(inputs, intermediate)) {
-    scratch_bytes = round_up(kernels.wide ? kernels.wide->scratch_bytes(most_inputs) : Scratch::bytes(most_inputs), 4096);
+    scratch_bytes = round_up(kernels.prompts ? kernels.prompts->scratch_bytes(most_inputs) : Scratch::bytes(most_inputs), 4096);
   }
   std::size_t bytes(std::size_t rows, std::size_t threads) const { return rows * (x_bytes + h_bytes) + threads * scratch_bytes; }
 };
@@ -253,15 +253,15 @@ class PackedJob : public Job {
     packing_left_ = tasks_.size();
   }
 
-  void pack(const Task& task, const WideKernels* wide) {
-    for (std::size_t i = task.begin; wide == nullptr && i < task.end; i++) {
+  void pack(const Task& task, const PromptKernels* prompts) {
+    for (std::size_t i = task.begin; prompts == nullptr && i < task.end; i++) {
       kernels_.pack(input_.row(i), input_.dtype, input_.inputs, x_ + i * workspace_.x_bytes);
     }
-    for (std::size_t i = task.begin; wide != nullptr && i < task.end; i += kGroup) {
+    for (std::size_t i = task.begin; prompts != nullptr && i < task.end; i += kGroup) {
       const void* rows[kGroup];
       const std::size_t count = std::min(kGroup, task.end - i);
       for (std::size_t k = 0; k < count; k++) rows[k] = input_.row(i + k);
-      wide->pack(rows, count, input_.inputs, x_ + i * workspace_.x_bytes);
+      prompts->pack(rows, count, input_.inputs, x_ + i * workspace_.x_bytes);
     }
     packing_left_.fetch_sub(1, std::memory_order_release);
   }
@@ -323,13 +323,13 @@ class ExpertsJob : public PackedJob {
         factors_(factors),
         out_(out),
         adding_(adding),
-        wide_(adding ? kernels.wide : nullptr),
+        prompts_(adding ? kernels.prompts : nullptr),
         up_left_(s.up_left_of(records.count)) {
-    if (wide_ != nullptr) least_rows_ = kChunkRows;
-    for (std::size_t e = records.used(0); e < records.count && wide_ != nullptr; e = records.used(e + 1)) {
+    if (prompts_ != nullptr) least_rows_ = kChunkRows;
+    for (std::size_t e = records.used(0); e < records.count && prompts_ != nullptr; e = records.used(e + 1)) {
       cut_packing(records.first(e), records.first(e) + records.pairs(e));
     }
-    if (wide_ == nullptr) cut_packing(0, index(records.starts[records.count]));
+    if (prompts_ == nullptr) cut_packing(0, index(records.starts[records.count]));
     for (std::size_t e = records.used(0); e < records.count; e = records.used(e + 1)) {
       const Expert& expert = records.expert(e);
       up_left_[e] = cut(kUp, expert.intermediate(), read_bytes(expert.up) * (expert.gate == kNoGate ? 1 : 2), e);
@@ -347,7 +347,7 @@ class ExpertsJob : public PackedJob {
 
  private:
   void run(const Task& task, const Task* next, std::size_t thread) override {
-    if (task.stage == kPack) return pack(task, wide_);
+    if (task.stage == kPack) return pack(task, prompts_);
     if (task.stage == kUp) return up(task, place(next), thread);
     if (!adding_) return down(task.expert, task, place(next), thread);
     for (std::size_t e = task.expert, after; e < records_.count; e = after) {
@@ -396,8 +396,8 @@ class ExpertsJob : public PackedJob {
                                          apart, thread);
     const Tokens inputs = tokens(e, x_, workspace_.x_bytes);
     std::uint8_t* h = h_ + records_.first(e) * workspace_.h_bytes;
-    if (wide_ != nullptr) {
-      wide_->up(expert, record, task.begin, task.end, inputs, h, memory(thread), workspace_.most_inputs, next);
+    if (prompts_ != nullptr) {
+      prompts_->up(expert, record, task.begin, task.end, inputs, h, memory(thread), workspace_.most_inputs, next);
     } else {
       kernels_.up(expert, record, task.begin, task.end, inputs, h, scratch(thread), next);
     }
@@ -409,8 +409,8 @@ class ExpertsJob : public PackedJob {
     const Expert& expert = records_.expert(e);
     const std::uint8_t* record = decoded(expert.down, expert.down_section, records_.record(e), task.begin, task.end, 0, thread);
     const Tokens inputs = tokens(e, h_, workspace_.h_bytes);
-    if (wide_ != nullptr) {
-      wide_->down(expert, record, task.begin, task.end, inputs, out_, memory(thread), workspace_.most_inputs, next);
+    if (prompts_ != nullptr) {
+      prompts_->down(expert, record, task.begin, task.end, inputs, out_, memory(thread), workspace_.most_inputs, next);
     } else {
       kernels_.down(expert, record, task.begin, task.end, inputs, out_, adding_, scratch(thread), next);
     }
@@ -426,7 +426,7 @@ class ExpertsJob : public PackedJob {
   const float* factors_;
   float* out_;
   const bool adding_;
-  const WideKernels* wide_;  // null: the others serve
+  const PromptKernels* prompts_;  // null: the others serve
   std::atomic<std::size_t>* up_left_;
   std::atomic<bool> damaged_{false};
 };

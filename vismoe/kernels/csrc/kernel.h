@@ -11,6 +11,7 @@
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
 //   sums(const float*), scaled_sum(Sum, Sum part, Sum scale), ones(), an Operand
 //   scale<step>(const float*)      the scales of the sums of one Operand's products
+//   restore<Encoding>(unit, scales, minima, to)   optional: the weights of a unit in the type of x, for prompts
 //
 // Every output is one chain of dot products over the inputs in order, whichever rows or tokens share the loop: a result depends
 // on the weights and its own x only, not on the number of tokens or threads.
@@ -112,6 +113,11 @@ void activate(const Expert& e, const float* sums, std::size_t count, X* h) {
 }
 
 // ------------------------------------------------------------------ products
+template <class S, class = void>
+constexpr bool restores = false;  // S::restore is there
+template <class S>
+constexpr bool restores<S, std::enable_if_t<S::kRestores>> = true;
+
 constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 
 // One unit of one row.
@@ -368,7 +374,7 @@ inline void decode_unit(const Unit& unit, typename S::X* to) {
   }
 }
 
-// Turns the rows of `rows` into others in `tile`, with `turn(unit, to)`; afterwards `made` describes these.
+// Turns the rows of `rows` into others in `tile`, with `turn(unit, to, row, its number)`; afterwards `made` describes these.
 template <class D, class P, class F>
 inline void into_tile(const Rows<D>& rows, std::size_t count, void* tile, Rows<P>& made, F turn) {
   constexpr std::size_t kMade = P::kUnitBytes * (D::kInputs / kUnit);
@@ -377,9 +383,9 @@ inline void into_tile(const Rows<D>& rows, std::size_t count, void* tile, Rows<P
     std::uint8_t* to = static_cast<std::uint8_t*>(tile) + r * row_bytes;
     for (std::size_t u = 0; u < rows.units; u++, to += kMade) {
       if (rows.ahead) prefetch<D::kUnitBytes>(rows.ahead + r * rows.ahead_bytes + u * D::kUnitBytes);
-      turn(unit_at(rows, r, u), to);
+      turn(unit_at(rows, r, u), to, r, u);
     }
-    if (rows.tail) turn(rest_of(rows, r), to);
+    if (rows.tail) turn(rest_of(rows, r), to, r, rows.units);
   }
   made.at = static_cast<const std::uint8_t*>(tile);
   made.scale = made.offset = nullptr;
@@ -389,7 +395,7 @@ inline void into_tile(const Rows<D>& rows, std::size_t count, void* tile, Rows<P
   made.units = units * (D::kInputs / kUnit);
   made.tail = false;
   made.ahead = nullptr;
-  if constexpr (D::kStep > 0) made.sums = rows.sums;
+  if constexpr (P::kStep > 0) made.sums = rows.sums;
 }
 
 // Prefetches for each of these rows the one that begins `row` rows after its place in `later`: scales and offsets now, codes while
@@ -444,7 +450,7 @@ inline void product(Rows<D>& rows, std::size_t count, const Inputs<typename S::X
   } else {
     Rows<Plain> plain;
     into_tile(rows, count, scratch.tile, plain,
-              [](const Unit& unit, std::uint8_t* to) { decode_unit<S, D>(unit, reinterpret_cast<typename S::X*>(to)); });
+              [](const Unit& unit, std::uint8_t* to, auto...) { decode_unit<S, D>(unit, reinterpret_cast<typename S::X*>(to)); });
     blocks<S, Plain, (D::kStep > 0 ? S::kScaledTokens : S::kTokens)>(plain, count, in, n, y, y_stride);
   }
 }
@@ -456,19 +462,35 @@ __attribute__((noinline)) void product_of_codes(Rows<D>& rows, std::size_t count
   product<S, D>(rows, count, in, n, scratch, y, y_stride);
 }
 
-// y[n, row - begin] for rows begin .. end of a matrix in encoding E and n tokens.
-template <class S, Encoding E>
+// The same with weights that are restored to the type of x first. For prompts: where the sums of codes are scaled, a product needs
+// two instructions, and restored weights need one.
+template <class S, Encoding E, class D>
+inline void product_of_restored(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n,
+                                const Scratch& scratch, float* y, std::size_t y_stride) {
+  using Plain = PlainDecoder<S>;
+  Rows<Plain> plain;
+  into_tile(rows, count, scratch.tile, plain, [&](const Unit& unit, std::uint8_t* to, std::size_t r, std::size_t u) {
+    const std::size_t at = r * rows.sums.room + u * (D::kInputs / D::kStep);
+    S::template restore<E>(unit, rows.sums.scales + at, rows.sums.minima ? rows.sums.minima + at : nullptr,
+                           reinterpret_cast<typename S::X*>(to));
+  });
+  product_of_codes<S, Plain>(plain, count, in, n, scratch, y, y_stride);
+}
+
+// y[n, row - begin] for rows begin .. end of a matrix in encoding E and n tokens; `kPrompt`: tokens of a prompt.
+template <class S, Encoding E, bool kPrompt>
 void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
                  std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
   using D = typename S::template Decoder<E>;
   const std::size_t inputs = static_cast<std::size_t>(m.inputs);
   const Inputs<typename S::X> in = {x, stride_of(inputs), scratch.x_sums, scratch.steps};
   const std::size_t ahead = kAheadBytes / static_cast<std::size_t>(m.row_bytes) + 1;
+  constexpr bool kRestored = kPrompt && D::kStep > 0 && restores<S>;
   Rows<D> rows;
   if constexpr (D::kStep > 0) {
     const std::size_t steps = round_up((inputs + D::kStep - 1) / D::kStep, 16), room = scratch.steps;
     rows.sums = {scratch.scales, has_minima(m) ? scratch.scales + kRows * room : nullptr, steps, room};
-    if (rows.sums.minima) sum_inputs<S, D::kStep>(in, inputs, n, scratch.x_sums);
+    if (!kRestored && rows.sums.minima) sum_inputs<S, D::kStep>(in, inputs, n, scratch.x_sums);
   }
   // Rows that are read together are far apart: a hardware prefetcher follows one sequence of addresses in each page of memory.
   const Place all = place_of(m, record, begin, end - begin);
@@ -486,10 +508,12 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
       }
     }
     float* to = y + (row - begin);
-    if constexpr (std::is_base_of_v<Packed<E>, D>) {
+    if constexpr (kRestored) {
+      product_of_restored<S, E>(rows, count, in, n, scratch, to, y_stride);
+    } else if constexpr (std::is_base_of_v<Packed<E>, D>) {
       using Codes = CodeDecoder<S, D::kStep, E == kFp8>;
       Rows<Codes> codes;
-      into_tile(rows, count, scratch.codes, codes, [](const Unit& unit, std::uint8_t* made) { unpack<E>(unit.codes, made); });
+      into_tile(rows, count, scratch.codes, codes, [](const Unit& unit, std::uint8_t* made, auto...) { unpack<E>(unit.codes, made); });
       product_of_codes<S, Codes>(codes, count, in, n, scratch, to, y_stride);
     } else {
       product<S, D>(rows, count, in, n, scratch, to, y_stride);
@@ -498,26 +522,27 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
 }
 
 template <class S>
-using Multiply = decltype(&multiply_as<S, kRawBf16>);
+using Multiply = decltype(&multiply_as<S, kRawBf16, false>);
 
-template <class S, std::size_t E>
+template <class S, std::size_t E, bool kPrompt>
 constexpr Multiply<S> multiply_for() {
   if constexpr (E == kRawFp16 && sizeof(typename S::X) == 2) return nullptr;  // kernels_for chooses another set
-  else return multiply_as<S, static_cast<Encoding>(E)>;
+  else return multiply_as<S, static_cast<Encoding>(E), kPrompt && is_scaled(static_cast<Encoding>(E))>;
 }
 
-template <class S, class Numbers>
+template <class S, bool kPrompt, class Numbers>
 struct MultiplyTable;
-template <class S, std::size_t... E>
-struct MultiplyTable<S, std::index_sequence<E...>> {
-  static constexpr Multiply<S> of[] = {multiply_for<S, E>()...};
+template <class S, bool kPrompt, std::size_t... E>
+struct MultiplyTable<S, kPrompt, std::index_sequence<E...>> {
+  static constexpr Multiply<S> of[] = {multiply_for<S, E, kPrompt>()...};
 };
 
 // The same for a matrix in any encoding.
-template <class S>
+template <class S, bool kPrompt>
 inline void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
                      std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
-  MultiplyTable<S, std::make_index_sequence<kEncodings>>::of[m.encoding](m, record, begin, end, x, n, scratch, next, y, y_stride);
+  using Table = MultiplyTable<S, kPrompt, std::make_index_sequence<kEncodings>>;
+  Table::of[m.encoding](m, record, begin, end, x, n, scratch, next, y, y_stride);
 }
 
 // ------------------------------------------------------------------ tasks
@@ -542,7 +567,7 @@ inline void add_bias(const Matrix& m, const std::uint8_t* record, std::size_t be
   for (std::size_t i = 0; i < count; i++) sums[i] += value_at(record + m.bias, dtype, begin + i);
 }
 
-template <class S>
+template <class S, bool kPrompt = false>
 void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
         const Scratch& scratch, const Place& next) {
   using X = typename S::X;
@@ -553,10 +578,10 @@ void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::siz
     const X* x = static_cast<const X*>(tokens.x) + first * stride_of(e.hidden());
     if (e.gate == kConcatenated) {
       const Place ups = place_of(e.up, record, outputs + begin, count);
-      multiply<S>(e.up, record, begin, end, x, n, scratch, ups, scratch.sums, width);
-      multiply<S>(e.up, record, outputs + begin, outputs + end, x, n, scratch, next, scratch.sums + count, width);
+      multiply<S, kPrompt>(e.up, record, begin, end, x, n, scratch, ups, scratch.sums, width);
+      multiply<S, kPrompt>(e.up, record, outputs + begin, outputs + end, x, n, scratch, next, scratch.sums + count, width);
     } else {
-      multiply<S>(e.up, record, factor * begin, factor * end, x, n, scratch, next, scratch.sums, width);
+      multiply<S, kPrompt>(e.up, record, factor * begin, factor * end, x, n, scratch, next, scratch.sums, width);
     }
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * width;
@@ -569,7 +594,7 @@ void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::siz
   }
 }
 
-template <class S>
+template <class S, bool kPrompt = false>
 void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
           bool add, const Scratch& scratch, const Place& next) {
   using X = typename S::X;
@@ -577,7 +602,7 @@ void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::s
   for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
     const std::size_t n = least(kPassTokens, tokens.count - first);
     const X* x = static_cast<const X*>(tokens.x) + first * stride_of(e.intermediate());
-    multiply<S>(e.down, record, begin, end, x, n, scratch, next, scratch.sums, count);
+    multiply<S, kPrompt>(e.down, record, begin, end, x, n, scratch, next, scratch.sums, count);
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * count;
       float* to = out + tokens.place(first + t) * columns + begin;
@@ -600,7 +625,7 @@ void linear(const Matrix& m, const std::uint8_t* weight, std::size_t begin, std:
   for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
     const std::size_t n = least(kPassTokens, tokens.count - first);
     const X* x = static_cast<const X*>(tokens.x) + first * stride_of(static_cast<std::size_t>(m.inputs));
-    multiply<S>(m, weight, begin, end, x, n, scratch, next, scratch.sums, count);
+    multiply<S, false>(m, weight, begin, end, x, n, scratch, next, scratch.sums, count);
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * count;
       add_bias(m, weight, begin, count, sums);

@@ -169,8 +169,8 @@ struct AttentionTask {
   std::size_t head, begin, end;
 };
 
-// Functions of a set with products of matrices: for prompts, bfloat16 inputs, and a layout of packed inputs of their own.
-struct WideKernels {
+// Functions of a set for prompts with bfloat16 inputs, which may pack inputs in a layout of their own.
+struct PromptKernels {
   // Memory of one thread, which begins with its Scratch.
   std::size_t (*scratch_bytes)(std::size_t inputs);
   // Turns up to 16 rows, one expert's next ones, into as many packed rows.
@@ -209,7 +209,7 @@ struct Kernels {
   // The part of a task; and the output of a key head from all parts, in order. `attend` only of sets for float32.
   void (*attend)(const Attention&, const AttentionTask&, const AttentionTask* next, float* part, float* scratch);
   void (*merge)(const Attention&, const AttentionTask&, const float* parts, std::size_t count, float* scratch);
-  const WideKernels* wide;  // null: none
+  const PromptKernels* prompts;  // null: the others
 };
 
 const Kernels& kernels_portable();

@@ -119,23 +119,6 @@ void pack_group(const void* const* rows, std::size_t count, std::size_t inputs, 
 }
 
 // ------------------------------------------------------------------ products
-// Weights of one unit: codes times scales plus minima, rounded to bfloat16.
-template <Encoding E>
-inline void restore_unit(const Unit& unit, const float* scales, const float* minima, X* to) {
-  using D = Avx512Bf16::Decoder<E>;
-  constexpr std::size_t kStep = D::kStep;
-  const auto wide = [](__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); };
-#pragma GCC unroll 8
-  for (std::size_t j = 0; j < D::kInputs / kSpan; j++) {
-    const __m512i codes = (__m512i)D::decode(unit.codes, static_cast<int>(j), {});
-    const std::size_t s = j * kSpan / kStep, t = s + (kStep == 16);
-    __m512 low = wide(_mm512_castsi512_si256(codes)), high = wide(_mm512_extracti64x4_epi64(codes, 1));
-    low = _mm512_fmadd_ps(low, _mm512_set1_ps(scales[s]), _mm512_set1_ps(minima ? minima[s] : 0.0f));
-    high = _mm512_fmadd_ps(high, _mm512_set1_ps(scales[t]), _mm512_set1_ps(minima ? minima[t] : 0.0f));
-    _mm512_storeu_si512(to + j * kSpan, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-  }
-}
-
 // to[row - begin, :] = rows begin .. end of a matrix as bfloat16, padded with zeros.
 template <Encoding E>
 void restore_rows(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const WideScratch& scratch) {
@@ -151,7 +134,7 @@ void restore_rows(const Matrix& m, const std::uint8_t* record, std::size_t begin
       const Unit unit = u < rows.units ? unit_at(rows, 0, u) : rest_of(rows, 0);
       if constexpr (D::kStep > 0) {
         const std::size_t s = u * (D::kInputs / D::kStep);
-        restore_unit<E>(unit, scales + s, has_minima(m) ? minima + s : nullptr, to + u * D::kInputs);
+        Avx512Bf16::restore<E>(unit, scales + s, has_minima(m) ? minima + s : nullptr, to + u * D::kInputs);
       } else {
         decode_unit<Avx512Bf16, D>(unit, to + u * D::kInputs);
       }
@@ -333,10 +316,10 @@ void down_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, s
 }  // namespace
 
 const Kernels& kernels_amx() {
-  static const WideKernels wide = {WideScratch::bytes, pack_group, up_wide, down_wide};
+  static const PromptKernels prompts = {WideScratch::bytes, pack_group, up_wide, down_wide};
   static const Kernels kernels = [] {
     Kernels made = kernels_avx512bf16();
-    made.wide = &wide;
+    made.prompts = &prompts;
     return made;
   }();
   return kernels;

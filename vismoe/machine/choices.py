@@ -78,7 +78,7 @@ def _cold_direct(disk: DiskRates | None, expert_bytes: int, checkpoint_bytes: in
         why = f"page cache: the experts ({format_bytes(checkpoint_bytes)}) fit {room}{rate}"
         if disk is None:
             return expert_bytes >= UNMEASURED_DIRECT_BYTES, why
-        if past is None or not _past_is_as_good(past, through):
+        if past is None or (through is not None and not _past_is_as_good(past, through)):
             return False, why
         return True, f"{why}; what it lacks is read past it the first time: {_compared(past, through)}"
     unfit = f"the experts ({format_bytes(checkpoint_bytes)}) do not fit {room}"
@@ -90,14 +90,14 @@ def _cold_direct(disk: DiskRates | None, expert_bytes: int, checkpoint_bytes: in
         return direct, f"{way}: {size}, and {unfit}; {NOT_MEASURED}"
     if past is None:
         return False, f"page cache: {disk.direct_refused or 'no O_DIRECT rate was measured'}; {unfit}"
-    if _past_is_as_good(past, through):
+    if through is None or _past_is_as_good(past, through):
         return True, f"{_compared(past, through)}; {unfit}"
     return False, f"page cache: {_reached(through)} when cold, against {format_rate(past.bytes_per_s)} with O_DIRECT; {unfit}"
 
 
-def _past_is_as_good(past: DiskRate, through: DiskRate | None) -> bool:
+def _past_is_as_good(past: DiskRate, through: DiskRate) -> bool:
     """Reading past the page cache saves a copy, and new memory for the page cache."""
-    return through is None or past.bytes_per_s >= GOOD_ENOUGH * through.bytes_per_s
+    return past.bytes_per_s >= GOOD_ENOUGH * through.bytes_per_s
 
 
 def _compared(past: DiskRate, through: DiskRate | None) -> str:

@@ -37,8 +37,8 @@ struct Avx512Bf16 {
 
   template <Encoding E>
   struct Decoder;
-  template <Encoding E>
-  static void restore(const Unit& unit, const float* scales, const float* minima, X* to);
+  template <Encoding E, class F>
+  static void restore(const Unit& unit, const float* scales, const float* minima, F to);
 };
 
 template <>
@@ -250,10 +250,10 @@ struct Avx512Bf16::Decoder {
 
 inline __m512 wide(__m256i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16)); }
 
-// Weights of one unit: codes times scales plus minima, rounded to bfloat16. Where a step has as many inputs as an operand, or more,
-// this is done for every value that a code can have, and weights are looked up.
-template <Encoding E>
-void Avx512Bf16::restore(const Unit& unit, const float* scales, const float* minima, X* to) {
+// Calls to(j, weights 32 j .. 32 j + 32 of a unit) in order: codes times scales plus minima, rounded to bfloat16. Where a step has as
+// many inputs as an operand, or more, this is done for every value that a code can have, and weights are looked up.
+template <Encoding E, class F>
+inline void Avx512Bf16::restore(const Unit& unit, const float* scales, const float* minima, F to) {
   using D = Decoder<E>;
   constexpr int kStep = static_cast<int>(D::kStep), kOperands = static_cast<int>(D::kInputs) / kLanes;
   const auto weights = [&](__m512 codes, int step) {
@@ -261,13 +261,14 @@ void Avx512Bf16::restore(const Unit& unit, const float* scales, const float* min
   };
   if constexpr (D::kTable != nullptr && kStep >= kLanes) {
     const __m256i* table = reinterpret_cast<const __m256i*>(D::kTable->of);
+#pragma GCC unroll 8
     for (int step = 0; step < kOperands * kLanes / kStep; step++) {
       const __m512 low = weights(wide(_mm256_load_si256(table)), step);
       const __m512 high = D::kFiveBits ? weights(wide(_mm256_load_si256(table + 1)), step) : low;
       const __m512i values = (__m512i)_mm512_cvtne2ps_pbh(high, low);
 #pragma GCC unroll 4
       for (int j = step * kStep / kLanes; j < (step + 1) * kStep / kLanes; j++) {
-        store(to + j * kLanes, (__m512bh)_mm512_permutexvar_epi16(D::words(unit.codes, j), values));
+        to(j, (__m512bh)_mm512_permutexvar_epi16(D::words(unit.codes, j), values));
       }
     }
   } else {
@@ -285,7 +286,7 @@ void Avx512Bf16::restore(const Unit& unit, const float* scales, const float* min
       }
       low = weights(low, step);
       high = weights(high, step + (kStep == 16));
-      store(to + j * kLanes, _mm512_cvtne2ps_pbh(high, low));
+      to(j, _mm512_cvtne2ps_pbh(high, low));
     }
   }
 }

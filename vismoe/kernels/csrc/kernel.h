@@ -11,7 +11,7 @@
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
 //   sums(const float*), scaled_sum(Sum, Sum part, Sum scale), ones(), an Operand
 //   scale<step>(const float*)      the scales of the sums of one Operand's products
-//   restore<Encoding>(unit, scales, minima, to)   optional: the weights of a unit in the type of x, for prompts
+//   kRestores, restore<Encoding>(unit, scales, minima, to)   optional, for prompts: to(j, Operand j of the weights of a unit)
 //
 // Every output is one chain of dot products over the inputs in order, whichever rows or tokens share the loop: a result depends
 // on the weights and its own x only, not on the number of tokens or threads.
@@ -258,11 +258,38 @@ inline void scaled_step(const Unit (&units)[R], const typename S::X* x, std::siz
   }
 }
 
+// The same with restored weights. `minima` null: there are none.
+template <class S, Encoding E, std::size_t R, std::size_t N>
+inline void restored_step(const Unit (&units)[R], const typename S::X* x, std::size_t stride, const float* scales, const float* minima,
+                          std::size_t room, typename S::Sum (&sums)[N][R]) {
+#pragma GCC unroll 8
+  for (std::size_t r = 0; r < R; r++) {
+    S::template restore<E>(units[r], scales + r * room, minima ? minima + r * room : nullptr, [&](int j, typename S::Operand weights) {
+#pragma GCC unroll 8
+      for (std::size_t n = 0; n < N; n++) sums[n][r] = S::dot(sums[n][r], weights, S::load(x + n * stride + j * S::kLanes));
+    });
+  }
+}
+
+// The decoder of an encoding whose weights are restored in registers.
+template <class S, Encoding E>
+struct Restored : S::template Decoder<E> {
+  static constexpr Encoding kEncoding = E;
+};
+template <class D, class = void>
+constexpr bool is_restored = false;
+template <class D>
+constexpr bool is_restored<D, std::enable_if_t<D::kEncoding >= 0>> = true;
+
 // y[n, r] for R rows and N tokens, from first input to last.
 template <class S, class D, std::size_t R, std::size_t N>
 void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& in, float* y, std::size_t y_stride) {
   const auto step = [&](const Unit(&units)[R], std::size_t u, typename S::Sum(&sums)[N][R]) {
-    if constexpr (D::kStep > 0) {
+    if constexpr (is_restored<D>) {
+      const std::size_t at = first * rows.sums.room + u * (D::kInputs / D::kStep);
+      const float* minima = rows.sums.minima ? rows.sums.minima + at : nullptr;
+      restored_step<S, D::kEncoding, R, N>(units, in.x + u * D::kInputs, in.stride, rows.sums.scales + at, minima, rows.sums.room, sums);
+    } else if constexpr (D::kStep > 0) {
       const float* scales = rows.sums.scales + first * rows.sums.room + u * (D::kInputs / D::kStep);
       scaled_step<S, D, R, N>(units, in.x + u * D::kInputs, in.stride, scales, rows.sums.room, sums);
     } else {
@@ -289,7 +316,7 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
     for (std::size_t r = 0; r < R; r++) units[r] = rest_of(rows, first + r);
     step(units, rows.units, sums);
   }
-  if constexpr (D::kStep > 0) {
+  if constexpr (D::kStep > 0 && !is_restored<D>) {
     constexpr std::size_t kLanes = sizeof(typename S::Sum) / sizeof(float);
     for (std::size_t s = 0; rows.sums.minima != nullptr && s < rows.sums.steps; s += kLanes) {
 #pragma GCC unroll 8
@@ -464,15 +491,18 @@ __attribute__((noinline)) void product_of_codes(Rows<D>& rows, std::size_t count
 
 // The same with weights that are restored to the type of x first. For prompts: where the sums of codes are scaled, a product needs
 // two instructions, and restored weights need one.
-template <class S, Encoding E, class D>
+template <class S, class D>
 inline void product_of_restored(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n,
                                 const Scratch& scratch, float* y, std::size_t y_stride) {
   using Plain = PlainDecoder<S>;
+  if (n <= S::kDecodingTokens && count == kRows) return blocks<S, D, S::kDecodingTokens>(rows, count, in, n, y, y_stride);
   Rows<Plain> plain;
   into_tile(rows, count, scratch.tile, plain, [&](const Unit& unit, std::uint8_t* to, std::size_t r, std::size_t u) {
     const std::size_t at = r * rows.sums.room + u * (D::kInputs / D::kStep);
-    S::template restore<E>(unit, rows.sums.scales + at, rows.sums.minima ? rows.sums.minima + at : nullptr,
-                           reinterpret_cast<typename S::X*>(to));
+    const float* minima = rows.sums.minima ? rows.sums.minima + at : nullptr;
+    S::template restore<D::kEncoding>(unit, rows.sums.scales + at, minima, [&](int j, typename S::Operand weights) {
+      S::store(reinterpret_cast<typename S::X*>(to) + j * S::kLanes, weights);
+    });
   });
   product_of_codes<S, Plain>(plain, count, in, n, scratch, y, y_stride);
 }
@@ -481,11 +511,11 @@ inline void product_of_restored(Rows<D>& rows, std::size_t count, const Inputs<t
 template <class S, Encoding E, bool kPrompt>
 void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
                  std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
-  using D = typename S::template Decoder<E>;
+  constexpr bool kRestored = kPrompt && step_of(E) > 0 && restores<S>;
+  using D = std::conditional_t<kRestored, Restored<S, E>, typename S::template Decoder<E>>;
   const std::size_t inputs = static_cast<std::size_t>(m.inputs);
   const Inputs<typename S::X> in = {x, stride_of(inputs), scratch.x_sums, scratch.steps};
   const std::size_t ahead = kAheadBytes / static_cast<std::size_t>(m.row_bytes) + 1;
-  constexpr bool kRestored = kPrompt && D::kStep > 0 && restores<S>;
   Rows<D> rows;
   if constexpr (D::kStep > 0) {
     const std::size_t steps = round_up((inputs + D::kStep - 1) / D::kStep, 16), room = scratch.steps;
@@ -509,7 +539,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
     }
     float* to = y + (row - begin);
     if constexpr (kRestored) {
-      product_of_restored<S, E>(rows, count, in, n, scratch, to, y_stride);
+      product_of_restored<S>(rows, count, in, n, scratch, to, y_stride);
     } else if constexpr (std::is_base_of_v<Packed<E>, D>) {
       using Codes = CodeDecoder<S, D::kStep, E == kFp8>;
       Rows<Codes> codes;

@@ -250,8 +250,8 @@ struct Avx512Bf16::Decoder {
 
 inline __m512 wide(__m256i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16)); }
 
-// Calls to(j, weights 32 j .. 32 j + 32 of a unit) in order: codes times scales plus minima, rounded to bfloat16. Where a step has as
-// many inputs as an operand, or more, this is done for every value that a code can have, and weights are looked up.
+// Calls to(j, weights 32 j .. 32 j + 32 of a unit) in order: codes times scales plus minima, rounded to bfloat16. Where a step has
+// as many inputs as an operand, or more, this is done for every value that a code can have, and weights are looked up.
 template <Encoding E, class F>
 inline void Avx512Bf16::restore(const Unit& unit, const float* scales, const float* minima, F to) {
   using D = Decoder<E>;

@@ -260,11 +260,11 @@ inline void scaled_step(const Unit (&units)[R], const typename S::X* x, std::siz
 
 // The same with restored weights. `minima` null: there are none.
 template <class S, Encoding E, std::size_t R, std::size_t N>
-inline void restored_step(const Unit (&units)[R], const typename S::X* x, std::size_t stride, const float* scales, const float* minima,
-                          std::size_t room, typename S::Sum (&sums)[N][R]) {
+inline void restored_step(const Unit (&units)[R], const typename S::X* x, std::size_t stride, const float* scales,
+                          const float* minima, std::size_t room, typename S::Sum (&sums)[N][R]) {
 #pragma GCC unroll 8
-  for (std::size_t r = 0; r < R; r++) {
-    S::template restore<E>(units[r], scales + r * room, minima ? minima + r * room : nullptr, [&](int j, typename S::Operand weights) {
+  for (std::size_t r = 0; r < R; r++, scales += room, minima += minima ? room : 0) {
+    S::template restore<E>(units[r], scales, minima, [&](int j, typename S::Operand weights) {
 #pragma GCC unroll 8
       for (std::size_t n = 0; n < N; n++) sums[n][r] = S::dot(sums[n][r], weights, S::load(x + n * stride + j * S::kLanes));
     });
@@ -286,9 +286,10 @@ template <class S, class D, std::size_t R, std::size_t N>
 void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& in, float* y, std::size_t y_stride) {
   const auto step = [&](const Unit(&units)[R], std::size_t u, typename S::Sum(&sums)[N][R]) {
     if constexpr (is_restored<D>) {
-      const std::size_t at = first * rows.sums.room + u * (D::kInputs / D::kStep);
-      const float* minima = rows.sums.minima ? rows.sums.minima + at : nullptr;
-      restored_step<S, D::kEncoding, R, N>(units, in.x + u * D::kInputs, in.stride, rows.sums.scales + at, minima, rows.sums.room, sums);
+      const SumScales& s = rows.sums;
+      const std::size_t at = first * s.room + u * (D::kInputs / D::kStep);
+      const float* minima = s.minima ? s.minima + at : nullptr;
+      restored_step<S, D::kEncoding, R, N>(units, in.x + u * D::kInputs, in.stride, s.scales + at, minima, s.room, sums);
     } else if constexpr (D::kStep > 0) {
       const float* scales = rows.sums.scales + first * rows.sums.room + u * (D::kInputs / D::kStep);
       scaled_step<S, D, R, N>(units, in.x + u * D::kInputs, in.stride, scales, rows.sums.room, sums);
@@ -543,7 +544,8 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
     } else if constexpr (std::is_base_of_v<Packed<E>, D>) {
       using Codes = CodeDecoder<S, D::kStep, E == kFp8>;
       Rows<Codes> codes;
-      into_tile(rows, count, scratch.codes, codes, [](const Unit& unit, std::uint8_t* made, auto...) { unpack<E>(unit.codes, made); });
+      const auto turn = [](const Unit& unit, std::uint8_t* made, auto...) { unpack<E>(unit.codes, made); };
+      into_tile(rows, count, scratch.codes, codes, turn);
       product_of_codes<S, Codes>(codes, count, in, n, scratch, to, y_stride);
     } else {
       product<S, D>(rows, count, in, n, scratch, to, y_stride);

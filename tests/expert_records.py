@@ -191,6 +191,8 @@ def on_every_set(experts: Experts, batch: Batch, tolerance: Callable[[str], floa
     for isa in cpu.available():
         cpu.start(2, isa)
         few = 2 if oracle.numel() < 16 else 1  # numbers to average over
+        if experts.form.activation is Activation.RELU_SQUARED:  # doubles an error, and leaves half of the numbers
+            few *= 3
         assert rms((parts := batch.parts(experts)) - oracle) <= few * tolerance(isa) * size, isa
         added = batch.in_a_prompt(experts)
         restored = isa == "amx" or (isa == "avx512bf16" and experts.has_encoded)  # to bfloat16, in prompts

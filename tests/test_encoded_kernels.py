@@ -141,14 +141,14 @@ def test_a_linear_is_what_the_oracle_says(isa, kind):
 # ------------------------------------------------------------------ what results do not depend on
 @each_encoding
 def test_a_result_depends_on_its_own_token_and_expert_only(isa, encoding):
-    """Not on threads, on other experts in the call, or on the other tokens of the expert: the same bits."""
+    """Not on threads, on other experts in the call, or on the other tokens of the expert: the same bits, in prompts too."""
     seeded(5)
     hidden = 320 if WHOLE.get(encoding, 32) <= 32 else 512
     experts, batch = encoded_experts(encoding, encoding, hidden, count=6), Batch.of([1, 70, 0, 5, 64, 3], hidden, tokens=80)
-    together = batch.parts(experts)
+    together, prompt = batch.parts(experts), batch.in_a_prompt(experts)
     for threads in (1, 3):
         cpu.start(threads, isa)
-        assert torch.equal(batch.parts(experts), together)
+        assert torch.equal(batch.parts(experts), together) and torch.equal(batch.in_a_prompt(experts), prompt)
     for pair in (0, 1, 37, 70, 71, 75, 76, 139, 141):
         expert = int(np.searchsorted(batch.starts, pair, side="right")) - 1
         alone = torch.empty(1, hidden)
@@ -156,6 +156,8 @@ def test_a_result_depends_on_its_own_token_and_expert_only(isa, encoding):
         token, factor = batch.tokens[pair : pair + 1], batch.factors[pair : pair + 1]
         experts.kernel.parts(records, starts, token, factor, batch.hidden, alone)
         assert torch.equal(alone[0], together[pair])
+        experts.kernel.parts(records, starts, np.zeros(1, np.int32), factor, batch.hidden[token], alone.zero_(), adding=True)
+        assert torch.equal(alone[0], prompt[pair])
 
 
 @pytest.mark.parametrize("encodings", [("fp8", "fp8"), ("q4_k", "q6_k"), ("bfloat16", "nvfp4")], ids="/".join)

@@ -15,7 +15,6 @@ struct Avx512Bf16 {
   using Sum = __m512;
   static constexpr int kLanes = 32;
   static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 2;
-  static constexpr bool kRestores = true;
 
   static __m512 zero() { return _mm512_setzero_ps(); }
   static __m512bh load(const X* x) { return (__m512bh)_mm512_loadu_si512(x); }

@@ -11,7 +11,7 @@
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
 //   sums(const float*), scaled_sum(Sum, Sum part, Sum scale), ones(), an Operand
 //   scale<step>(const float*)      the scales of the sums of one Operand's products
-//   kRestores, restore<Encoding>(unit, scales, minima, to)   optional, for prompts: to(j, Operand j of the weights of a unit)
+//   restore<Encoding>(unit, scales, minima, to)   if it restores weights for prompts: to(j, Operand j of the weights of a unit)
 //
 // Every output is one chain of dot products over the inputs in order, whichever rows or tokens share the loop: a result depends
 // on the weights and its own x only, not on the number of tokens or threads.
@@ -113,11 +113,6 @@ void activate(const Expert& e, const float* sums, std::size_t count, X* h) {
 }
 
 // ------------------------------------------------------------------ products
-template <class S, class = void>
-constexpr bool restores = false;  // S::restore is there
-template <class S>
-constexpr bool restores<S, std::enable_if_t<S::kRestores>> = true;
-
 constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 
 // One unit of one row.
@@ -276,10 +271,10 @@ template <class S, Encoding E>
 struct Restored : S::template Decoder<E> {
   static constexpr Encoding kEncoding = E;
 };
-template <class D, class = void>
-constexpr bool is_restored = false;
 template <class D>
-constexpr bool is_restored<D, std::enable_if_t<D::kEncoding >= 0>> = true;
+constexpr bool is_restored = false;
+template <class S, Encoding E>
+constexpr bool is_restored<Restored<S, E>> = true;
 
 // y[n, r] for R rows and N tokens, from first input to last.
 template <class S, class D, std::size_t R, std::size_t N>
@@ -402,6 +397,11 @@ inline void decode_unit(const Unit& unit, typename S::X* to) {
   }
 }
 
+template <class S, Encoding E>
+inline void restore_unit(const Unit& unit, const float* scales, const float* minima, typename S::X* to) {
+  S::template restore<E>(unit, scales, minima, [&](int j, typename S::Operand weights) { S::store(to + j * S::kLanes, weights); });
+}
+
 // Turns the rows of `rows` into others in `tile`, with `turn(unit, to, row, its number)`; afterwards `made` describes these.
 template <class D, class P, class F>
 inline void into_tile(const Rows<D>& rows, std::size_t count, void* tile, Rows<P>& made, F turn) {
@@ -501,18 +501,15 @@ inline void product_of_restored(Rows<D>& rows, std::size_t count, const Inputs<t
   into_tile(rows, count, scratch.tile, plain, [&](const Unit& unit, std::uint8_t* to, std::size_t r, std::size_t u) {
     const std::size_t at = r * rows.sums.room + u * (D::kInputs / D::kStep);
     const float* minima = rows.sums.minima ? rows.sums.minima + at : nullptr;
-    S::template restore<D::kEncoding>(unit, rows.sums.scales + at, minima, [&](int j, typename S::Operand weights) {
-      S::store(reinterpret_cast<typename S::X*>(to) + j * S::kLanes, weights);
-    });
+    restore_unit<S, D::kEncoding>(unit, rows.sums.scales + at, minima, reinterpret_cast<typename S::X*>(to));
   });
   product_of_codes<S, Plain>(plain, count, in, n, scratch, y, y_stride);
 }
 
-// y[n, row - begin] for rows begin .. end of a matrix in encoding E and n tokens; `kPrompt`: tokens of a prompt.
-template <class S, Encoding E, bool kPrompt>
+// y[n, row - begin] for rows begin .. end of a matrix in encoding E and n tokens.
+template <class S, Encoding E, bool kRestored>
 void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
                  std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
-  constexpr bool kRestored = kPrompt && step_of(E) > 0 && restores<S>;
   using D = std::conditional_t<kRestored, Restored<S, E>, typename S::template Decoder<E>>;
   const std::size_t inputs = static_cast<std::size_t>(m.inputs);
   const Inputs<typename S::X> in = {x, stride_of(inputs), scratch.x_sums, scratch.steps};
@@ -569,7 +566,7 @@ struct MultiplyTable<S, kPrompt, std::index_sequence<E...>> {
   static constexpr Multiply<S> of[] = {multiply_for<S, E, kPrompt>()...};
 };
 
-// The same for a matrix in any encoding.
+// The same for a matrix in any encoding. `kPrompt`: of tokens of a prompt, with restored weights where sums would be scaled.
 template <class S, bool kPrompt>
 inline void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
                      std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {

@@ -134,9 +134,7 @@ void restore_rows(const Matrix& m, const std::uint8_t* record, std::size_t begin
       const Unit unit = u < rows.units ? unit_at(rows, 0, u) : rest_of(rows, 0);
       if constexpr (D::kStep > 0) {
         const std::size_t s = u * (D::kInputs / D::kStep);
-        Avx512Bf16::restore<E>(unit, scales + s, has_minima(m) ? minima + s : nullptr, [&](int j, __m512bh weights) {
-          Avx512Bf16::store(to + u * D::kInputs + j * Avx512Bf16::kLanes, weights);
-        });
+        restore_unit<Avx512Bf16, E>(unit, scales + s, has_minima(m) ? minima + s : nullptr, to + u * D::kInputs);
       } else {
         decode_unit<Avx512Bf16, D>(unit, to + u * D::kInputs);
       }

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vismoe.speculate.governor import NONE, Costs, Governor, MeasuredRound, expected_tokens
+from vismoe.speculate.governor import NONE, Costs, Governor, MeasuredRound, _Rows, expected_tokens
 
 MiB = 2.0**20
 
@@ -206,3 +206,12 @@ def test_rounds_are_counted_by_their_length():
     assert mine.lengths == {"self": [sum(one.k == k for one in rounds) for k in range(1, 8)]}
     usual = max(range(1, 8), key=lambda k: mine.lengths["self"][k - 1])
     assert governor.seconds("self")[usual] == pytest.approx(world.true_s(usual), rel=0.3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.sampled_from([0.0, 1e-3, 1.0, 4e9])), max_size=60), st.integers(0, 2000))
+def test_passes_of_any_size_are_learned_from(passes, idle):
+    """Bytes that passes lack fall to nothing where all experts have become resident, and may rise again."""
+    learned = _Rows(0.8)
+    for rows, value in [(1, 1e6), (2, 3e6), *[(1, 0.0)] * idle, *passes, (2, 0.0), (3, 5e6)]:
+        learned.add(rows, value)
+        assert all(math.isfinite(learned(rows)) and learned(rows) >= 0 for rows in range(1, 9))

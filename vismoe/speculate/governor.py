@@ -133,8 +133,10 @@ class _Rows:
         self._age += 1
         if not more:
             self._seen += 1
-            forgotten = min(0.5, 1 - (1 - LEARNT) ** self._age)
+            forgotten, before = min(0.5, 1 - (1 - LEARNT) ** self._age), self.level
             self.level += max(forgotten, 1 / self._seen) * (value - self.level)
+            if self.level < before:  # what was said of several rows holds in proportion to the level: it may fall to nothing
+                self._sums = [each * self.level / before for each in self._sums]
             self._age = 0
             return
         level, excess = self.level, value - self.level

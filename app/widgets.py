@@ -53,7 +53,10 @@ SELECTIONS = {
     "uniform": "an even grid (uniform)",
     "random": "by chance (random)",
 }
-DRAFTS = {"none": "no", "ngram": "from the text so far", "self": "with a smaller copy of the model", "auto": "what pays"}
+DRAFTS = {
+    "none": "no", "ngram": "from the text so far", "self": "with a smaller copy of the model",
+    "mtp": "by the layer trained for it", "auto": "what pays",
+}  # fmt: skip
 PRECISIONS = {
     Format.LOSSLESS: "lossless", Format.RAW: "unchanged", Format.INT8: "8 bit", Format.INT4: "4 bit", Format.INT2: "2 bit",
     None: "left out",

@@ -90,7 +90,7 @@ def measured_once():
 
     def measured(model, inventory, settings, **options):
         key = (type(model), described(model.config), footprint._has_tokenizer(model), model.dtype, settings.context)
-        key = (*key, *sorted(options.items()))
+        key = (*key, footprint.mtp_of(model) is not None, *sorted(options.items()))
         if key not in needs:
             needs[key] = footprint.footprint(model, inventory, settings, **options)
         entries = footprint.kernel_cache_entries(settings.kernels)

@@ -43,7 +43,7 @@ def test_what_is_not_a_size_is_refused_with_an_example(text):
         ({"emulated_link_bytes_per_s": 0.0}, "from 1 to"),
         ({"kernels": "slow"}, "'torch'"),
         ({"selection": "best"}, "'auto', 'affinity'"),
-        ({"draft": "mtp"}, "'none', 'ngram', 'self', 'auto'"),
+        ({"draft": "mine"}, "'none', 'ngram', 'self', 'mtp', 'auto'"),
         ({"draft_format": "int8"}, "'int4', 'int2'"),
         ({"draft_tokens": 8}, "from 1 to 7"),
         ({"draft_tokens": 0}, "from 1 to 7"),

@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import re
+import runpy
 import shlex
 import shutil
 import tomllib
@@ -90,6 +91,7 @@ NOT_HERE = (  # what cannot be run here, and why; commands of ours among them mu
     ),
     (r"lmms-eval", "downloads data sets, or a process of its own (test_lmms.py)"),
     (r"vismoe (chat|pack) MODEL --gguf", "needs GGUF files; test_gguf_models.py writes them"),
+    (r"vismoe chat MODEL --draft mtp", "needs a checkpoint with the layer that drafts; test_mtp.py makes them"),
     (r"vismoe serve .*--ray", "needs a Ray cluster; test_serve_ray.py has one"),
     (r"vismoe COMMAND --help", "COMMAND stands for each; all are read by this test"),
 )
@@ -355,6 +357,9 @@ def test_a_command_is_understood_up_to_its_last_flag(example, monkeypatch):
         if words[:2] == ["python", "-m"]:
             monkeypatch.setattr("sys.argv", words[2:])
             importlib.import_module(words[2]).main()
+        elif words[0] == "python":
+            monkeypatch.setattr("sys.argv", words[1:])
+            runpy.run_path(str(Path(__file__).parents[1] / words[1]), run_name="__main__")
         else:
             assert cli.main(words[1:]) == 0
     assert getattr(end.value, "code", 0) == 0

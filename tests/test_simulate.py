@@ -160,6 +160,7 @@ def test_some_layers_stand_for_all(monkeypatch):
         (dict(parallel="auto"), "parallel"),
         (dict(parallel=65), "parallel"),
         (dict(draft="auto"), "draft"),
+        (dict(draft="mtp", draft_tokens=3), "draft='mtp'"),
         (dict(draft="ngram"), "draft"),
     ],
 )

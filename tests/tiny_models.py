@@ -17,10 +17,12 @@ from family_zoo import IMAGE_TOKEN, TOWER_WIDTH, WIDTH, families, own, tiny_conf
 from models_page import refusal_of
 from safetensors.torch import load_file, save_file
 
+from vismoe.engine.engine import demo_model
 from vismoe.models.family import class_named
 from vismoe.models.family.caches import CACHE, cache_in
 
 SELECTED = "vision_feature_select_strategy"  # which llama4 wants to be told in older releases
+DEMO = demo_model()
 PATCHES = (1, 4, 6)  # frames, rows, columns of patches: 6 visual tokens after merging 2 x 2
 BASE: dict[str, Any] = dict(
     vocab_size=512,
@@ -117,6 +119,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     ),
     "llava_onevision + qwen3_moe": dict(vision_config=SMALL_PICTURES, image_grid_pinpoints=[[56, 56]]),
     "longcat_flash": dict(num_layers=2, ffn_hidden_size=96, expert_ffn_hidden_size=24, moe_topk=3, zero_expert_num=2),
+    "mellum": dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
     "minimax_m3_vl": dict(projector_hidden_size=48),
     "mistral3 + mistral4": dict(vision_config=SMALL_PICTURES),
     "mistral_large4": dict(vision_config=dict(image_size=64)),

@@ -36,7 +36,7 @@ AUTO_ROWS, TOKENS_PER_ROW = 64, 256  # bounds of a pass with parallel="auto"
 MOST_DRAFTED = 7  # tokens of a draft: with the token before them they are the 8 rows that still count as decode
 MOST_IO_THREADS = 64  # more than any disk wants
 
-DraftName = Literal["none", "ngram", "self", "auto"]
+DraftName = Literal["none", "ngram", "self", "mtp", "auto"]
 PolicyName = Literal["exact", "hotness", "importance", "hotness+importance"]
 
 
@@ -211,7 +211,8 @@ class Settings:
     draft: DraftName = option(
         "none",
         "guess the next tokens, and check them in one pass, which keeps the answer: ngram repeats what the text has already; "
-        "self asks a copy of all experts in --draft-format (MoE-SpeQ), and fetches the experts it names; auto: what pays",
+        "self asks a copy of all experts in --draft-format (MoE-SpeQ), and fetches the experts it names; mtp asks the layer that "
+        "the publisher trained for that, where transformers has one for the family; auto: what pays of ngram and self",
     )
     draft_format: Literal["int4", "int2"] = option(
         "int4", "format of the copy that drafts; it stays in memory beside the experts, and needs vismoe pack --formats int4"

@@ -7,6 +7,9 @@ the setup's first row. All rows of a setup give the same answers, which is check
 same at equal memory, where the copy takes its room from the cache. `wrong`: drafts that are never right, with the governor, and
 what a fixed length would cost without it. `text`: looking up what followed before, on answers that repeat an earlier turn
 (copying) and on others, everything resident. `disk`: experts read past the page cache. The last line is one JSON object.
+
+`mtp`, `mtp-link`, `mtp-disk`: by the layer that publishers train for it, everything resident, over the link, and from disk, with
+as many slabs in all rows. They want --mtp-model, which `python assets/train_mtp_layer.py` makes of the bundled model.
 """
 
 import sys
@@ -22,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vismoe.bench.turns import KeptTurns
-from vismoe.config import parse_bytes
+from vismoe.config import NO_CALIBRATION, parse_bytes
 from vismoe.engine.drafting import Drafter
 from vismoe.engine.engine import load
 from vismoe.errors import VisMoEError
@@ -36,13 +39,15 @@ FORMATS = ("int4", "int2")
 POOL_SHARE = 0.278  # of the experts' bytes: the bundled model's records of both formats have the same size
 SEED = 9_200_000  # of the pictures
 NONE, SETUPS = "none", ("link", "memory", "wrong", "text", "disk")
+OF_MTP = {"mtp": 100.0, "mtp-link": 25.0, "mtp-disk": 50.0}  # percent of the experts that are resident
+MTP_LAYERS = 8 / 9  # of the bundled model, over those with the one that drafts
 Conversation = list[dict[str, Any]]
 Row = dict[str, Any]  # settings; `_wrong`: its drafts are never right
 
 
 def rows_of(setup: str, link_bytes_per_s: float) -> dict[str, Row]:
     """Settings of each row, by its name; the first one is what the others are compared with."""
-    link = {"emulated_link_bytes_per_s": link_bytes_per_s, "misses": "wait"}
+    link: Row = {"emulated_link_bytes_per_s": link_bytes_per_s, "misses": "wait"}
     itself = {
         f"{kind} {k}": {"draft": "self", "draft_format": kind, "draft_tokens": k} for kind in FORMATS for k in (3, 6, "auto")
     }
@@ -58,6 +63,13 @@ def rows_of(setup: str, link_bytes_per_s: float) -> dict[str, Row]:
         wrong: dict[str, Row] = {"ngram": ngram, "int4 auto": itself["int4 auto"], "ngram 3": {**ngram, "draft_tokens": 3}}
         rows = {NONE: {}, **{name: {**row, "_wrong": True} for name, row in wrong.items()}}
         common = {"memory": "25%"}
+    elif setup in OF_MTP:
+        share = OF_MTP[setup]
+        room = {"memory": f"{share if share == 100 else MTP_LAYERS * share:.2f}%", "draft": "mtp"}
+        rows = {NONE: {"memory": f"{share}%"}, "ngram": {"memory": f"{share}%", **ngram}}
+        rows |= {f"mtp {k}": {**room, "draft_tokens": k} for k in (1, 2, 3, "auto")}
+        of_setup: dict[str, Row] = {"mtp-link": link, "mtp-disk": {"reads": "direct"}}
+        common = {"calibration": NO_CALIBRATION} | of_setup.get(setup, {})
     elif setup == "text":
         rows, common = {NONE: {}, "ngram": ngram}, {"memory": "100%"}
     else:
@@ -122,7 +134,8 @@ def conversations_of(setup: str, count: int) -> dict[str, list[Conversation]]:
 def measured(setup: str, arguments: Any, store: str) -> dict[str, Any]:
     """Medians of a setup's rows, by row and group; ratios of times to the first row. Raises VisMoEError for other answers."""
     rows = rows_of(setup, arguments.link)
-    common = {"store": store, "device": "cpu", "context": 2048}
+    common: Row = {"device": "cpu", "context": 2048}
+    common |= {"model": str(arguments.mtp_model)} if setup in OF_MTP else {"store": store}
     talks = conversations_of(setup, arguments.prompts)
     jobs = {name: (None, partial(turn, common | row, talks, arguments.tokens)) for name, row in rows.items()}
     turns = KeptTurns().take(jobs, arguments.rounds)
@@ -156,7 +169,8 @@ def print_rows(console: Console, setup: str, rows: Mapping[str, Mapping[str, Map
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
     parser = study_parser(program, __doc__)
-    add_several(parser, "--setups", SETUPS, "NAME", f"which of {', '.join(SETUPS)} (default: all)")
+    add_several(parser, "--setups", SETUPS, "NAME", f"which of {', '.join((*SETUPS, *OF_MTP))} (default: all but those of mtp)")
+    parser.add_argument("--mtp-model", type=Path, metavar="FOLDER", help="the bundled model with a layer that drafts")
     parser.add_argument(
         "--link", type=parse_bytes, default=parse_bytes("60MB"), metavar="SIZE", help="bytes per second (default: 60MB)"
     )
@@ -165,11 +179,14 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each row (default: 5)")
     parser.add_argument("--keep-in", type=Path, metavar="FOLDER", help="keep the packed experts here")
     chosen = parser.parse_args(arguments)
+    if chosen.mtp_model is None and set(chosen.setups) & set(OF_MTP):
+        parser.error("setups of mtp want --mtp-model: python assets/train_mtp_layer.py --out FOLDER makes it")
 
     def study() -> dict[str, Any]:
         with folder_of(chosen.keep_in) as folder:
             store = str(folder / "store")
-            pack_experts(None, folder / "store", [Format(name) for name in FORMATS])
+            if set(chosen.setups) - set(OF_MTP):
+                pack_experts(None, folder / "store", [Format(name) for name in FORMATS])
             found = {}
             for setup in chosen.setups:
                 found[setup] = measured(setup, chosen, store)

@@ -176,12 +176,12 @@ def _subject(order: BenchOptions, contestants: Sequence[Contestant]) -> tuple[Su
         for experts in twins:
             gguf_of(subject, experts, quiet=order.quiet)
         return subject, []
-    with sketch(order.geometry, order.layers) as planned:
+    mtp = order.settings.get("draft") == "mtp"
+    with sketch(order.geometry, order.layers, mtp) as planned:
         _task(order, planned, contestants)
     wanted = list(dict.fromkeys(one.setting for one in contestants if _is_packed(one, order)))
-    subject = generate(
-        order.folder, order.geometry, order.layers, order.skew, order.seed, gguf=twins, formats=wanted, quiet=order.quiet
-    )
+    made = order.folder, order.geometry, order.layers, order.skew, order.seed
+    subject = generate(*made, gguf=twins, formats=wanted, mtp=mtp, quiet=order.quiet)
     if not order.quiet:
         kept = "kept for later benchmarks (vismoe bench --clean deletes it)"
         print(f"{subject.name}: {format_bytes(subject.weights_bytes)}, {kept}", file=sys.stderr)

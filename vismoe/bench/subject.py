@@ -26,9 +26,8 @@ from vismoe.errors import ConfigError, InputError
 from vismoe.formats.affine import Affine
 from vismoe.machine.profile import profile_file
 from vismoe.models.family.components import backbone_bytes
-from vismoe.models.family.forms import transposed_sections
-from vismoe.models.load.locate import inventory_of, locate_experts
-from vismoe.models.load.preview import describe
+from vismoe.models.load.locate import inventory_of
+from vismoe.models.load.preview import describe, experts_in_place
 from vismoe.store.index import index_path
 from vismoe.store.pack import pack
 from vismoe.store.packed import contents_of
@@ -106,21 +105,22 @@ def generate(
     *,
     gguf: Sequence[str] = (),
     formats: Sequence[str] = (),
+    mtp: bool = False,
     quiet: bool = False,
 ) -> Subject:
     """A published geometry with random weights, and its GGUF twins with experts of the types `gguf`; written unless they exist.
-    Checks that the disk also has room to pack `formats`.
+    Checks that the disk also has room to pack `formats`. mtp: with a layer more, that drafts.
 
     Raises InputError for a folder that cannot be used, ConfigError for a disk that cannot hold all of it.
     """
-    config = geometry_config(geometry, layers)
+    config = _config(geometry, layers, mtp)
     layers = config.get_text_config().num_hidden_layers
-    target = folder / f"{geometry}-{layers}-layers-skew-{skew:g}-seed-{seed}"
+    target = folder / f"{geometry}-{layers}-layers{'-mtp' * mtp}-skew-{skew:g}-seed-{seed}"
     models = {target: "raw", **{_twin(target, kind): kind for kind in gguf}}
     stores = {index_path(_store(target), Format(format)): format for format in formats}
     if missing := {path: kind for path, kind in {**models, **stores}.items() if not path.exists()}:
         refuse_unusable(folder)
-        with sketch(geometry, layers) as planned:
+        with sketch(geometry, layers, mtp) as planned:
             expert_bytes = sum(planned.expert_share(kind) * planned.expert_bytes for kind in missing.values())
             backbones = (planned.weights_bytes - planned.expert_bytes) * len(models.keys() & missing.keys())
             refuse_small_disk(folder, int(expert_bytes) + backbones)
@@ -155,10 +155,9 @@ def store_folder(subject: Subject) -> Path:
 def packed(subject: Subject, formats: Sequence[str], *, quiet: bool = False) -> list[Store]:
     """Pack the experts of a generated subject in `formats`, unless they are packed. Integer formats are rounded to nearest: that
     is many times as fast as fitting, gives as many bytes, and random weights have no quality to lose."""
-    model, files = describe(subject.name)
-    source, found = locate_experts(model, files, model.dtype), []
+    source, transposed = experts_in_place(subject.name, with_mtp=True)
+    found = []
     try:
-        transposed = transposed_sections(model, source.inventory)
         for format in formats:
             began_s = time.perf_counter()
             with tqdm(total=subject.inventory.total_bytes, unit="B", unit_scale=True, desc=format, disable=quiet) as bar:
@@ -184,11 +183,19 @@ def refuse_unusable(folder: Path) -> None:
         raise InputError(f"--folder {folder} cannot be used: {error.strerror}. Fix: name a writable folder") from error
 
 
+def _config(geometry: str, layers: int | None, mtp: bool) -> Any:
+    """Of a generated subject. mtp: with a layer more, that drafts."""
+    config = geometry_config(geometry, layers)
+    if mtp:
+        config.get_text_config().num_mtp_layers = 1
+    return config
+
+
 @contextlib.contextmanager
-def sketch(geometry: str, layers: int | None) -> Iterator[Subject]:
+def sketch(geometry: str, layers: int | None, mtp: bool = False) -> Iterator[Subject]:
     """A generated subject before it is written, in a folder that has only its configuration."""
     with tempfile.TemporaryDirectory(prefix="vismoe-bench-") as folder:
-        geometry_config(geometry, layers).save_pretrained(folder)
+        _config(geometry, layers, mtp).save_pretrained(folder)
         yield _subject(folder, None, None, {"geometry": geometry, "layers": layers})
 
 

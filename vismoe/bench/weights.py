@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from vismoe.errors import ConfigError
 from vismoe.models.family.families import ROUTERS, expert_modules, expert_parameters, refuse_unsupported, top_k_of
+from vismoe.models.family.mtp import add_mtp
 
 BLOCK_VALUES = 2**24 - 3  # 32 MiB, drawn once; odd, so that rows of a long matrix never repeat the same stretch
 PIECE_VALUES = 2**20
@@ -104,6 +105,8 @@ def weights_of(config: PreTrainedConfig, model_class: type[PreTrainedModel], *, 
     """
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=torch.bfloat16)
+        if getattr(config.get_text_config(), "num_mtp_layers", 0):
+            add_mtp(model)
     refuse_unsupported(model)
     _make_vectors(model, seed)
     tied = model.all_tied_weights_keys.keys()  # stored once, under another name

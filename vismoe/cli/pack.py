@@ -91,7 +91,7 @@ def pack_formats(arguments: Namespace) -> int:
 
         if arguments.backbone:
             with_gguf(flags.one_model(arguments), Settings(gguf=arguments.gguf, backbone="int8"))  # refuses them together
-        source, transposed = experts_in_place(flags.one_model(arguments), arguments.revision, arguments.gguf)
+        source, transposed = experts_in_place(flags.one_model(arguments), arguments.revision, arguments.gguf, with_mtp=True)
     formats = wanted_formats(source, arguments.formats)
     folder = Path(arguments.out).expanduser() if arguments.out else store_beside(source.paths[0])
     wanted = [contents_of(source, format, transposed) for format in formats]

@@ -6,8 +6,9 @@ tokens for as long as the model itself says what was drafted, and one more that 
 as if each had had a pass of its own, by the same random numbers, so an answer does not depend on drafts (common random numbers in
 the place of rejection sampling): bit for bit where a trial finds that rows of a pass have the bits of single passes.
 
-Two things draft: `ngram` looks up what followed the latest words before (speculate/ngram.py), `self` is the model over a copy of
-all its experts in few bits (models/load/draft_pool.py), whose routing also says which experts verification will demand.
+Three things draft: `ngram` looks up what followed the latest words before (speculate/ngram.py); `self` is the model over a copy
+of all its experts in few bits (models/load/draft_pool.py), whose routing also says which experts verification will demand; `mtp`
+is the layer that some publishers train for it (models/moe/mtp.py).
 """
 
 import logging
@@ -26,6 +27,7 @@ from vismoe.engine.stats import DraftFigures
 from vismoe.errors import ConfigError
 from vismoe.metrics import Snapshot
 from vismoe.models.load.runtime import Runtime
+from vismoe.models.moe.mtp import MtpDrafts, MtpSequence
 from vismoe.models.moe.rows import RowsCache, giving_up, why_not_given_up
 from vismoe.speculate.governor import Governor, MeasuredRound
 from vismoe.speculate.ngram import propose
@@ -36,6 +38,7 @@ OFFERS: dict[str, tuple[str, ...]] = {
     "none": (),
     "ngram": ("ngram",),
     "self": ("self",),
+    "mtp": ("mtp",),
     "auto": ("ngram", "self"),
 }  # what drafts, by the setting
 
@@ -63,6 +66,7 @@ class Drafts:
         self._kind, fixed = settings.draft, None if settings.draft_tokens == "auto" else settings.draft_tokens
         self.passes = SharedPasses(model, settings.checked_rows, settings.deterministic)
         self.governor = Governor(MOST_DRAFTED, fixed, settings.latency)
+        self.mtp = MtpDrafts.of(model, runtime.context)
 
     @property
     def about(self) -> str:
@@ -70,6 +74,7 @@ class Drafts:
         if self._kind == "none" or self.passes.refused:
             return "none" if self._kind == "none" else f"none: {self.passes.refused}"
         pool = f" ({self.runtime.drafts.about})" if self.runtime.drafts is not None else ""
+        pool = f" ({type(self.mtp.mtp.model.layers[0].mtp_block).__name__})" if self.mtp is not None else pool
         return f"{self._kind}{pool}, up to {self.most} tokens a round{self.passes.found}"
 
     @property
@@ -135,6 +140,7 @@ class Drafter:
     def __init__(self, drafts: Drafts, kind: str):
         self._drafts, self._offers = drafts, OFFERS[kind]
         self._governed = drafts.governor.begin_request()
+        self._mtp = MtpSequence(drafts.mtp) if drafts.mtp is not None and "mtp" in self._offers else None
         self._round = Drafted()  # that is under way
         self._verified: Verified | None = None
         self._began: tuple[float, Snapshot] | None = None
@@ -157,11 +163,20 @@ class Drafter:
         offers = {"ngram": len(found)} if found else {}
         if "self" in self._offers and drafts.runtime.drafts is not None:
             offers["self"] = most
+        if self._mtp is not None and self._mtp.knows(loop.ids):
+            offers["mtp"] = most
         kind, count = self._governed.choose(offers)
         self._offered = {"ngram": found[0]} if found and kind != "ngram" else {}
         if not count:
             return Drafted()
-        tokens = found[:count] if kind == "ngram" else self._by_itself(loop, count)
+        if kind == "mtp" and self._mtp is not None:
+            self._mtp.read(loop.ids)
+            began_s = time.perf_counter()  # a prompt is read once, and no round has to pay for it
+        tokens = (
+            found[:count] if kind == "ngram" else self._by_itself(loop, count) if kind == "self" else self._by_mtp(loop, count)
+        )
+        if not tokens:
+            return Drafted()
         seconds = time.perf_counter() - began_s
         inputs = loop.inputs_of(tokens)
         if drafts.passes.wants_trial(len(inputs)):
@@ -189,6 +204,26 @@ class Drafter:
         pager.begin_verifying()
         return tokens
 
+    def _by_mtp(self, loop: TokenLoop, count: int) -> list[int]:
+        """What the layer says that was trained for it, with the numbers that the model draws by."""
+        assert self._mtp is not None
+        tokens: list[int] = []
+        ahead = loop.ahead()
+
+        def choose(logits: torch.Tensor) -> int | None:
+            token, last = ahead.take_logits(logits)
+            tokens.append(token)
+            return None if last or loop.ends_with(token) else token
+
+        with loop.drawing_again():
+            self._mtp.guess(loop.ids, count, loop.room, choose)
+        return tokens
+
+    def passed(self, first: int, tokens: int, row: int | None = None) -> None:
+        """A pass of the model is over, of tokens `first` and after of the sequence. row: of this request, in a shared one."""
+        if self._mtp is not None:
+            self._mtp.note(first, tokens, row)
+
     def verify(self, loop: TokenLoop, drafted: Drafted) -> Verified:
         """One pass over the latest token and those drafted; `ended` follows, once its tokens were taken."""
         drafts, self._round = self._drafts, drafted
@@ -199,6 +234,7 @@ class Drafter:
         else:
             rows = drafts.passes.run([loop] * len(drafted.inputs), drafted.inputs, drafted.of_images)
             self._verified = Verified(loop, drafted.tokens, *rows)
+        self.passed(loop.ids.shape[1] - 1, 1 + len(drafted.tokens))
         return self._verified
 
     def ended(self) -> None:

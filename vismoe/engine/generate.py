@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 from transformers.generation.streamers import TextStreamer
+from transformers.modeling_outputs import CausalLMOutput
 
 from vismoe.engine.logprobs import Chances, ScoredText, TokenBytes, TokenLogprob, split_at
 from vismoe.engine.stats import Figures
@@ -92,6 +93,11 @@ class TokenLoop:
         return self._prepared.ids
 
     @property
+    def room(self) -> int:
+        """Tokens that it may have before more are asked for."""
+        return self._reserved
+
+    @property
     def cache(self) -> Any:
         """Keys and values of the sequence so far but for the last token; None where the model keeps none."""
         return cache_in(self._prepared.kwargs)
@@ -145,6 +151,10 @@ class TokenLoop:
         at.kwargs = {name: value for name, value in at.kwargs.items() if name != ENCODED and not is_pixels(name)}
         self._prefilled = True
         return self.take(outputs, said)
+
+    def take_logits(self, logits: torch.Tensor) -> tuple[int, bool]:
+        """The same as `take` for logits `[1, 1, V]` that something else than a pass of the model has said."""
+        return self.take(CausalLMOutput(logits=logits))
 
     def ahead(self) -> "TokenLoop":
         """The same sequence, to go on without changing this one but for its cache, which both have."""

@@ -306,6 +306,7 @@ class Request:
             tokens = 1 + len(drafted.tokens)
             if prefilling:
                 tokens = max(0, self._read_tokens - max(read, self._reused_tokens))  # 0: interrupted
+                self._drafter.passed(self._read_tokens - tokens, tokens)
             happened = self._shared.count()
             if not prefilling and not drafted.tokens:
                 self._shared.decoded(1, began_s, happened)
@@ -319,7 +320,7 @@ class Request:
             return Drafted()
         drafted = self._drafter.draft(self.loop, self.left - 1, self._of_images([self]))
         happened = self._shared.count()
-        if drafted.kind == "self":
+        if drafted.kind in ("self", "mtp"):
             self._passed(Phase.DRAFT, len(drafted.tokens), began_s, [happened])
         else:
             self._count(happened)  # of a trial
@@ -353,6 +354,8 @@ class Request:
             with torch.inference_mode():
                 inputs, loops = shared.lend_together(requests), [request.loop for request in requests]
                 outputs, _ = shared.passes.run(loops, inputs, self._of_images(requests))
+                for row, request in enumerate(requests):
+                    request._drafter.passed(request.loop.ids.shape[1] - 1, 1, row)
         except BaseException as error:  # it leaves each row's keys and values incomplete
             shared.count()
             return [error] * rows

@@ -148,7 +148,7 @@ class Streaming:
         the slabs of its ring, 0 where it is not streamed. `slabs`: that are not pinned; `full`: none of them is free."""
         self._settle(compute_s)
         self._typical, self._running, self.verdict = full, None, Verdict.UNMEASURED
-        if not self.possible or phase is Phase.ENCODE:
+        if not self.possible or phase in (Phase.ENCODE, Phase.DRAFT):
             return 0
         size = phase, tokens.bit_length()
         if size not in self._known:

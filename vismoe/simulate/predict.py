@@ -122,6 +122,8 @@ def refuse_unmodelled(settings: Settings, workload: Workload, machine: VirtualMa
         refuse(f"parallel={settings.parallel}", "rows are 1 to 64", "--parallel 1")
     if settings.draft == "auto":
         refuse("draft='auto'", "what pays depends on measured drafts", "--draft self --draft-tokens 3 --accepted 0.8")
+    if settings.draft == "mtp":
+        refuse("draft='mtp'", "its layer has experts of its own to fetch", "--draft ngram --draft-tokens 3 --accepted 0.8")
     if settings.draft != "none":
         if workload.accepted is None or settings.draft_tokens == "auto":
             refuse("a draft without its length and acceptance", "both decide what it saves", "--draft-tokens 3 --accepted 0.8")

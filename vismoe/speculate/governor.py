@@ -47,7 +47,7 @@ class DraftKind:
     acceptance: float  # alpha
 
 
-KINDS = MappingProxyType({"ngram": DraftKind(0.0, 0.0, 0.6), "self": DraftKind(1.0, 0.9, 0.8)})
+KINDS = MappingProxyType({"ngram": DraftKind(0.0, 0.0, 0.6), "self": DraftKind(1.0, 0.9, 0.8), "mtp": DraftKind(0.1, 0.0, 0.8)})
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ was requested, or raises CheckpointError with the expert, the file and the offse
 
 import copy
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -63,14 +64,16 @@ class _Shard(NamedTuple):
 class PackedStore(StoreOnDisk):
     """An ExpertStore over the files of one format. `open` also checks that the store belongs to the checkpoint.
 
-    `encoded` gives a store whose reads leave records as they are stored; their layouts are `encoded_layouts`.
+    `encoded` gives a store whose reads leave records as they are stored; their layouts are `encoded_layouts`. It may hold experts
+    of layers behind those of the model, which is loaded without them: of the layer that drafts (`--draft mtp`).
     """
 
-    def __init__(self, folder: Path, index: Index):
+    def __init__(self, folder: Path, index: Index, layers: int | None = None):
+        """`layers`: MoE layers of the model; None: all that are packed."""
         self.contents = contents = index.contents
         self.format, self.fingerprint = contents.format, contents.fingerprint
         self.stored_bytes = sum(index.file_bytes)
-        self.inventory = ExpertInventory(contents.layers, tuple(codec.slab for codec in contents.codecs), contents.raw)
+        self.inventory = ExpertInventory(contents.layers[:layers], tuple(codec.slab for codec in contents.codecs), contents.raw)
         largest_bytes = max(record.nbytes for record in index.records)
         self.scratch_bytes = 0 if all(codec.fixed_bytes for codec in contents.codecs) else largest_bytes
         self.stretch_bytes = largest_bytes
@@ -88,9 +91,9 @@ class PackedStore(StoreOnDisk):
     def open(cls, folder: Path, source: CheckpointStore, format: Format, transposed: tuple[frozenset[str], ...]) -> "PackedStore":
         """The store in `folder` that was packed from `source`. Raises CheckpointError for a damaged store or one of another
         checkpoint."""
-        index = read_index(folder, format)
-        refuse_other(folder, index.contents, contents_of(source, format, transposed))
-        return cls(folder, index)
+        index, wanted = read_index(folder, format), contents_of(source, format, transposed)
+        refuse_other(folder, index.contents, wanted)
+        return cls(folder, index, len(wanted.layers))
 
     def encoded(self) -> "PackedStore":
         """The same store and the same open files, but reads leave records encoded. Closing one closes both."""
@@ -160,15 +163,20 @@ class PackedStore(StoreOnDisk):
 
 
 def refuse_other(folder: Path, found: Contents, wanted: Contents) -> None:
-    """Raises CheckpointError unless `found` equals `wanted`, the contents that packing this checkpoint as loaded would give."""
+    """Raises CheckpointError unless `found` begins as `wanted`, what packing this checkpoint as it is loaded would give."""
     path = index_path(folder, found.format)
     if found.fingerprint != wanted.fingerprint:
         raise CheckpointError(
             f"{path} was packed from another checkpoint, or from this one before its files changed. "
             f"Fix: {remedy(folder, found.format)}; or name the store of this checkpoint (--store)"
         )
-    if found == wanted:
+    if replace(found, layers=found.layers[: len(wanted.layers)]) == wanted:
         return
+    if replace(wanted, layers=wanted.layers[: len(found.layers)]) == found:
+        raise CheckpointError(
+            f"{path} was packed without the experts of {wanted.layers[len(found.layers)].path}. "
+            f"Fix: {remedy(folder, found.format)}"
+        )
     if (packed := _types(found)) != (loaded := _types(wanted)):
         raise CheckpointError(
             f"{path} holds experts of {packed}, and the model is loaded as {loaded}. "

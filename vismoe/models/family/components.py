@@ -1,7 +1,8 @@
 """The component of a model that each tensor belongs to, by transformers' naming conventions; unknown tensors are `other`."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,6 +44,16 @@ def tied_weights(model: nn.Module) -> dict[str, str]:
     """Names of parameters that are another's memory -> that other's name. The dictionary is the model's own: to untie a weight
     before weights are loaded, take it out."""
     return getattr(model, "all_tied_weights_keys", None) or {}
+
+
+def pass_over(model: Any, patterns: Iterable[str]) -> None:
+    """Have transformers' loader neither read tensors of a checkpoint whose names match, nor report them as unexpected."""
+    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
+
+
+def exactly(name: str) -> str:
+    """A pattern of this name alone."""
+    return f"^{re.escape(name)}$"
 
 
 def backbone_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

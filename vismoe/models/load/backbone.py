@@ -3,7 +3,8 @@
 Linear layers of the decoder that the CPU kernels can compute stay encoded (`EncodedLinear`), and so do token embeddings, of
 which rows are restored (`EncodedEmbedding`); every other encoded weight is restored once, in the model's type. transformers'
 loader sees none of them: they are taken out of the model before it runs, and filled from the files afterwards, tensor by tensor.
-On request the same layers of a 16-bit checkpoint come in int8 from a store.
+On request the same layers of a 16-bit checkpoint come in int8 from a store. The layer that drafts (family/mtp.py) is filled in
+the same way, encoded or not, since the loader knows no place for it.
 """
 
 import copy
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from vismoe.config import Settings, format_bytes
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.kernels import cpu
-from vismoe.models.family.components import backbone_bytes, component_of, is_vision, tied_weights
+from vismoe.models.family.components import backbone_bytes, component_of, exactly, is_vision, pass_over, tied_weights
+from vismoe.models.family.mtp import of_mtp
 from vismoe.models.load.locate import PLAIN, Others, WeightSources, parameter_types
-from vismoe.models.load.stripping import exactly, pass_over
 from vismoe.models.moe.linears import EncodedEmbedding, EncodedLinear
 from vismoe.store.files import OpenFiles
 from vismoe.store.packed_linears import PackedLinears, remedy
@@ -64,7 +65,7 @@ class Backbone:
             tied.pop(f"{path}.weight", None)
         for name in names:
             module, own = _owner(model, name)
-            module.register_parameter(own, None)
+            _put(module, own, None)
             module._is_hf_initialized = True  # type: ignore[assignment]  # or _init_weights would touch the None
             tied.pop(name, None)
         pass_over(model, self.passed_over)
@@ -85,8 +86,7 @@ class Backbone:
             for name, value in _converted(model, one.sources, tensors).items():
                 parameter = nn.Parameter(value.to(device))
                 for each in (name, *(one.tied if name == one.sources.names[0] else ())):
-                    module, own = _owner(model, each)
-                    module.register_parameter(own, parameter)
+                    _put(*_owner(model, each), parameter)
 
     def _encoded(self, key: str) -> EncodedTensor:
         tensor = self.tensors[key]
@@ -112,12 +112,13 @@ def settle_backbone(
     for first, sources in others.sources.items():
         encoded = [tensor for key, _ in sources.keys if isinstance(tensor := tensors[key], EncodedTensor)]
         if not encoded:
+            if of_mtp(first):
+                restored.append(_fitting(model, Restored(sources, types(first), ()), tensors))
             continue
         for target, source in list(tied.items()):
             if first in (target, source) and target in others.sources and source in others.sources:
                 del tied[target]  # the checkpoint has both, in different numbers
-        settled = Restored(sources, types(first), _tied_to(first, tied))
-        _refuse_unfit(model, settled, tensors)
+        settled = _fitting(model, Restored(sources, types(first), _tied_to(first, tied)), tensors)
         name, path = encoded[0].encoding.name, first.removesuffix(".weight")
         by_kernels = settings.kernels != "torch" and device.type == "cpu"
         if by_kernels and _is_plain_linear(model, sources) and _put_encoded(model, path, encoded[0], settled.dtype):
@@ -226,18 +227,20 @@ def _refuse_unreadable(model: Any, others: Others) -> None:
                 )
 
 
-def _refuse_unfit(model: Any, settled: Restored, tensors: Tensors) -> None:
-    """The checkpoint's tensors must make parameters of the model's shapes; tried on meta, where nothing is read."""
+def _fitting(model: Any, settled: Restored, tensors: Tensors) -> Restored:
+    """The same. The checkpoint's tensors must make parameters of the model's shapes; tried on meta, where nothing is read."""
     sources = settled.sources
     empty = {key: torch.empty(tensors[key].result, device="meta") for key, _ in sources.keys}
     made = {name: tuple(value.shape) for name, value in _converted(model, sources, empty).items()}
     for name in sources.names:
-        wanted = tuple(model.get_parameter(name).shape)
+        module, own = _owner(model, name)
+        wanted = tuple(getattr(module, own).shape)
         if made.get(name) != wanted:
             raise CheckpointError(
                 f"{sources.keys[0][0]}: the checkpoint holds a weight of shape {made.get(name)} for {name}, and the model wants "
                 f"{wanted}. Fix: use the config.json that belongs to these files"
             )
+    return settled
 
 
 def _converted(model: Any, sources: WeightSources, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -274,3 +277,11 @@ def _path_of(name: str) -> tuple[str, str]:
 def _owner(model: Any, name: str) -> tuple[nn.Module, str]:
     path, own = _path_of(name)
     return model.get_submodule(path), own
+
+
+def _put(module: nn.Module, own: str, value: nn.Parameter | None) -> None:
+    """A parameter, or the numbers of a buffer, into their place."""
+    if own in module._buffers:
+        module._buffers[own] = value.data if value is not None else None
+    else:
+        module.register_parameter(own, value)

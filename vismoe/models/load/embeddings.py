@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from vismoe.models.family.components import tied_weights
+from vismoe.models.family.components import exactly, pass_over, tied_weights
 from vismoe.models.load.locate import locate_tensor
-from vismoe.models.load.stripping import exactly, pass_over
 from vismoe.models.moe.linears import distinct_tokens
 from vismoe.store.checkpoint import TensorPart
 from vismoe.store.files import CheckpointFiles

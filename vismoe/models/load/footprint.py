@@ -22,6 +22,7 @@ from vismoe.lookahead.calibration import Calibration, predictor_memory_bytes
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.family.components import backbone_bytes
 from vismoe.models.family.families import expert_modules, positions_of
+from vismoe.models.family.mtp import mtp_of, new_cache
 from vismoe.models.load.live_memory import META, ExpertsMemory, FusedAttention, LiveMemory, all_chosen, forwards_replaced
 from vismoe.models.load.vision_memory import vision_memory
 from vismoe.models.moe.eager import BLOCK_ROWS, block_rows
@@ -69,7 +70,7 @@ def footprint(model: Any, inventory: ExpertInventory, settings: Settings, device
         dtype=dtype,
         inventory=inventory,
         backbone=backbone_bytes(model),
-        cache_layers=layers,
+        cache_layers=(*layers, *_beside(model)),
         prefill=curve(lambda run: beyond_cache(run, max(run.prefill_bytes, run.torch_prefill_bytes))),
         prefill_by_kernels=curve(lambda run: beyond_cache(run, run.prefill_bytes)),
         decode=curve(lambda run: beyond_cache(run, run.decode_bytes)),
@@ -98,6 +99,19 @@ def with_calibration(needs: Footprint, calibration: Calibration | None, settings
     nbytes = predictor_memory_bytes(calibration, settings) if device.type == "cpu" else 0
     predictor = (("lookahead predictor", nbytes),) if nbytes else ()
     return dataclasses.replace(needs, backbone=(*needs.backbone, *predictor), pinned_by_share=prefix)
+
+
+def _beside(model: Any) -> tuple[CacheLayer, ...]:
+    """What the layer that drafts keeps of a sequence: keys and values, and hidden states that it has not read yet."""
+    mtp = mtp_of(model)
+    if mtp is None:
+        return ()
+    cache, hidden = new_cache(mtp), torch.zeros(1, FEW_TOKENS, mtp.model.config.hidden_size, dtype=model.dtype, device=META)
+    ids = torch.zeros(1, FEW_TOKENS, dtype=torch.long, device=META)
+    experts = [module for _, module in expert_modules(mtp.model)]
+    with torch.no_grad(), all_chosen(), forwards_replaced(experts, ExpertsMemory(LiveMemory(), None).function):
+        mtp.model.forward_layer(0, hidden, torch.arange(FEW_TOKENS, device=META)[None], cache, input_ids=ids)
+    return _cache_layer(cache.layers[0]), CacheLayer(0, hidden.nbytes // FEW_TOKENS, None, 0)
 
 
 def _has_tokenizer(model: Any) -> bool:

@@ -21,6 +21,7 @@ from vismoe.formats.encodings import GGML
 from vismoe.models.family.components import tied_weights
 from vismoe.models.family.families import expert_modules, expert_parameters, top_k_of
 from vismoe.models.family.forms import transposed_sections
+from vismoe.models.family.mtp import PLACE, mtp_of, of_mtp
 from vismoe.models.load.conversion import LISTED, MERGING, ExpertParameter, Row, row_shape, rows_of
 from vismoe.models.load.gguf_tensors import GgufTensors, expert_rows
 from vismoe.store.arrangement import NaturalOrder
@@ -86,6 +87,7 @@ def locate(
     tensors = tensors_of(headers, quantization_of(config_json))
     names = _Names(model)
     parameters, sources = _collect(model, tensors, names)
+    _refuse_without_mtp(model, headers[0].path.parent, parameters, sources)
     missing = [name for name, parameter in parameters.items() if not parameter.keys]
     if missing:
         raise CheckpointError(
@@ -109,6 +111,20 @@ def locate(
         store.close()
         raise
     return store, others
+
+
+def _refuse_without_mtp(
+    model: Any, folder: Path, parameters: dict[str, ExpertParameter], sources: dict[str, WeightSources]
+) -> None:
+    """Of the layer that drafts all must be there: transformers' own `save_pretrained` leaves it out."""
+    wanted = {name for name in model.state_dict() if of_mtp(name)}
+    found = {name for name, parameter in parameters.items() if parameter.keys}
+    lacking = sorted(wanted - found - {name for source in sources.values() for name in source.names})
+    if lacking:
+        raise CheckpointError(
+            f"draft='mtp': {folder} has no weights for {len(lacking)} of the {len(wanted)} parameters of the layer that drafts, "
+            f"first {lacking[0]}. Fix: take the publisher's own files, or draft='ngram' (--draft ngram)"
+        )
 
 
 def _others_in_gguf(model: Any, gguf: GgufTensors) -> Others:
@@ -272,22 +288,37 @@ class _Names:
     """What transformers' loader makes of a checkpoint's keys."""
 
     def __init__(self, model: Any):
-        mapping = get_model_conversion_mapping(model)
+        self._mtp = mtp_of(model)
+        self._of_mtp = _Naming(self._mtp.model, self._mtp.model.get_weight_conversions(model)) if self._mtp is not None else None
+        self._of_model = _Naming(model, get_model_conversion_mapping(model))
+        self._meta = model.state_dict()
+
+    def of(self, key: str) -> tuple[str, str | None, Any]:
+        """(name in the model, the pattern that matched, its converter); None and None where nothing converts."""
+        if self._mtp is None or self._of_mtp is None or not self._mtp.keys.search(key):
+            return self._of_model.of(key)
+        name, *converted = self._of_mtp.of(key)
+        return f"{PLACE}.{name}", *converted
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the model has it."""
+        return name in self._meta
+
+
+class _Naming:
+    """The same for one of transformers' models and its conversions."""
+
+    def __init__(self, model: Any, mapping: Sequence[Any]):
         self._renamings = [transform for transform in mapping if isinstance(transform, loading.WeightRenaming)]
         self._converters = [transform for transform in mapping if isinstance(transform, loading.WeightConverter)]
         self._by_pattern = {pattern: converter for converter in self._converters for pattern in converter.source_patterns}
         self._prefix, self._meta = model.base_model_prefix, model.state_dict()
 
     def of(self, key: str) -> tuple[str, str | None, Any]:
-        """(name in the model, the pattern that matched, its converter); None and None where nothing converts."""
         name, pattern = loading.rename_source_key(key, self._renamings, self._converters, self._prefix, self._meta)
         if name not in self._meta and key in self._meta:  # already in the model's own names
             name, pattern = loading.rename_source_key(key, [], [], self._prefix, self._meta)
         return name, pattern, self._by_pattern[pattern] if pattern is not None else None
-
-    def __contains__(self, name: str) -> bool:
-        """Whether the model has it."""
-        return name in self._meta
 
 
 def _collect(model: Any, tensors: Tensors, names: _Names) -> tuple[dict[str, ExpertParameter], dict[str, WeightSources]]:
@@ -362,6 +393,8 @@ def parameter_types(model: Any, dtype: torch.dtype | None) -> Callable[[str], to
         for pattern, planned in plan.items():
             if re.search(pattern.replace("*", ".*"), name):
                 return planned
-        return model.get_parameter(name).dtype
+        path, _, own = name.rpartition(".")
+        found: torch.dtype = getattr(model.get_submodule(path), own).dtype  # of a parameter, or a buffer
+        return found
 
     return type_of

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from vismoe.config import ENGINE_DEFAULTS, Settings
+from vismoe.config import ENGINE_DEFAULTS, DraftName, Settings
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError, VisMoEError
 from vismoe.lookahead.calibration import Calibration
 from vismoe.machine.ceilings import ModelSize
@@ -31,6 +31,7 @@ from vismoe.models.family.checkpoint_files import (
 from vismoe.models.family.components import backbone_bytes
 from vismoe.models.family.families import refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
+from vismoe.models.family.mtp import add_mtp, has_mtp
 from vismoe.models.load.backbone import Backbone, linears_of, settle_backbone
 from vismoe.models.load.configured import Stated, as_stated
 from vismoe.models.load.embeddings import table_bytes, table_of
@@ -45,6 +46,7 @@ from vismoe.ranges import shown
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads
 from vismoe.store.files import bounce_bytes
+from vismoe.store.safetensors_header import read_header
 from vismoe.store.tensors import TensorPart
 from vismoe.types import Format
 
@@ -68,7 +70,7 @@ def preview(
     model, settings = with_gguf(model, settings)
     model = model if model is not None else demo_model()
     with reading_checkpoint(model):
-        described, files = describe(model, revision=revision, dtype=dtype, gguf=settings.gguf)
+        described, files = describe(model, revision=revision, dtype=dtype, gguf=settings.gguf, draft=settings.draft)
         return _preview(described, files, settings, hardware or probe(device))
 
 
@@ -114,14 +116,22 @@ def _reads_of(experts: Experts, stated: Stated) -> Reads:
 
 
 def describe(
-    model: str | Path, *, revision: str | None = None, dtype: str | torch.dtype = "auto", gguf: str | Path | None = None
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    gguf: str | Path | None = None,
+    draft: DraftName = "none",
 ) -> tuple[PreTrainedModel, list[Path]]:
-    """(the model on the meta device, its safetensors files, or `gguf`); no files where a hub model is not on this machine."""
+    """(the model on the meta device, its safetensors files, or `gguf`); no files where a hub model is not on this machine.
+    draft: what shall guess tokens, for which a model may have a layer more."""
     config = read_config(model, revision=revision)
     with reading_checkpoint(model):
         cls = model_class(config)
         with torch.device("meta"):
             described = cls._from_config(config, dtype=torch_dtype(config, dtype))
+            if draft == "mtp":
+                add_mtp(described, gguf)
         adapt(described)
     refuse_unsupported(described)
     refuse_routing(described)
@@ -200,11 +210,14 @@ def torch_dtype(config: PreTrainedConfig, dtype: str | torch.dtype) -> torch.dty
 
 
 def experts_in_place(
-    model: str | Path | None, revision: str | None = None, gguf: str | None = None
+    model: str | Path | None, revision: str | None = None, gguf: str | None = None, with_mtp: bool = False
 ) -> tuple[CheckpointStore, tuple[frozenset[str], ...]]:
     """The experts of a checkpoint (None: of the demo model) or of a GGUF file in place, and which of their matrices the model
-    keeps as [in, out]. Raises CheckpointError."""
+    keeps as [in, out]. with_mtp: also those of the layer that drafts, if there is one. Raises CheckpointError."""
     described, files = _here(model, revision, gguf)
+    headers = [read_header(file) for file in files if with_mtp and file.suffix == ".safetensors"]
+    if has_mtp(described, [key for header in headers for key in header.tensors]):
+        described, files = _here(model, revision, gguf, "mtp")
     source = locate_experts(described, files, described.dtype)
     return source, transposed_sections(described, source.inventory)
 
@@ -216,11 +229,13 @@ def linears_in_place(model: str | Path | None, revision: str | None = None) -> t
     return source, linears_of(described, others)
 
 
-def _here(model: str | Path | None, revision: str | None, gguf: str | None = None) -> tuple[PreTrainedModel, list[Path]]:
+def _here(
+    model: str | Path | None, revision: str | None, gguf: str | None = None, draft: DraftName = "none"
+) -> tuple[PreTrainedModel, list[Path]]:
     """As `describe`, for a model whose weights must be on this machine; None: the demo model."""
     model, settings = with_gguf(model, Settings(gguf=gguf))
     model = model if model is not None else demo_model()
-    described, files = describe(model, revision=revision, gguf=settings.gguf)
+    described, files = describe(model, revision=revision, gguf=settings.gguf, draft=draft)
     if not files:
         raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
     return described, files

@@ -21,6 +21,7 @@ from vismoe.errors import ConfigError
 from vismoe.machine.hardware import torch_device
 from vismoe.models.family.checkpoint_files import refuse_routing
 from vismoe.models.family.families import refuse_unsupported, unmark_quantized
+from vismoe.models.family.mtp import add_mtp, mtp_of
 from vismoe.models.load.embeddings import leave_on_disk, table_of
 from vismoe.models.load.gguf import loaded_weights
 from vismoe.models.load.opening import open_model
@@ -85,6 +86,8 @@ class VisMoEQuantizer(HfQuantizer):
         settings = self.quantization_config.settings
         bound_kernel_caches(settings.kernels)
         return_large_blocks()
+        if settings.draft == "mtp":
+            add_mtp(model, settings.gguf)
         adapt(model)
         refuse_unsupported(model)
         refuse_routing(model)
@@ -105,7 +108,8 @@ class VisMoEQuantizer(HfQuantizer):
         configuration.backbone.strip(model)
         if weights is not None:
             weights.fill(model, *self._loading)
-        model.set_experts_implementation(IMPLEMENTATION)
+        for each in (model, *((mtp.model,) if (mtp := mtp_of(model)) is not None else ())):
+            each.set_experts_implementation(IMPLEMENTATION)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         unmark_quantized(model)

@@ -21,6 +21,7 @@ from vismoe.lookahead.lookahead import Lookahead
 from vismoe.metrics import Metrics
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import stack_of
+from vismoe.models.family.mtp import decoder_layers
 from vismoe.models.load.draft_pool import filled_pools
 from vismoe.models.load.host_rates import upgrade_rates
 from vismoe.models.load.opening import Configuration, Experts
@@ -188,7 +189,7 @@ def build(model: Any, configuration: Configuration) -> Runtime:
         why_not = group_queries(model)
         backends["attention"] = f"transformers' own ({why_not})" if why_not else "fast for single tokens, else torch"
     try:
-        lookahead, gate, backends["lookahead"] = choose_lookahead(model, inventory, settings, calibration)
+        lookahead, gate, backends["lookahead"] = choose_lookahead(model, decoder_layers(inventory), settings, calibration)
     except VisMoEError:
         configuration.stores.close()
         raise
@@ -196,7 +197,7 @@ def build(model: Any, configuration: Configuration) -> Runtime:
         backends["workers"] = waiting().why
         if not waiting().settled:
             logger.warning("torch's worker threads will fight the copying ones for the cores: %s", waiting().why)
-    inputs = LookaheadInputs(inventory, settings.window, lookahead, gate, settings.deterministic, device)
+    inputs = LookaheadInputs(decoder_layers(inventory), settings.window, lookahead, gate, settings.deterministic, device)
     pruner, backends["visual tokens"] = attach_pruner(model, settings, calibration)
     context = StepContext(device, inputs, pruner, fewer_experts(settings, inventory))
     runtime = Runtime(model, configuration, context, backends)

@@ -8,14 +8,12 @@ the process's memory, beside the copies, until the last tensor of a file has bee
 """
 
 import os
-import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from vismoe.models.family.components import tied_weights
+from vismoe.models.family.components import exactly, pass_over, tied_weights
 from vismoe.models.family.families import expert_modules, expert_parameters
 from vismoe.pools.advice import in_huge_pages
 from vismoe.store.files import OpenFiles
@@ -43,16 +41,6 @@ def strip_experts(model: nn.Module) -> int:
             block._is_hf_initialized = True  # type: ignore[assignment]
     pass_over(model, map(exactly, names))
     return elements
-
-
-def pass_over(model: Any, patterns: Iterable[str]) -> None:
-    """Have transformers' loader neither read tensors of a checkpoint whose names match, nor report them as unexpected."""
-    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
-
-
-def exactly(name: str) -> str:
-    """A pattern of this name alone."""
-    return f"^{re.escape(name)}$"
 
 
 def own_memory(model: nn.Module, files: OpenFiles | None = None) -> int:

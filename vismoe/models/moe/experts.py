@@ -53,10 +53,12 @@ class PagedLayer:
     def run(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """The layer's output `[T, H]`."""
         context, step = self.context, self.context.step
-        if step.short is not None and step.thread == threading.get_ident() and not context.lookahead_inputs.asks:
-            out = step.short.run(self.layer, hidden, index, factors)
+        silent = step.beside or not context.lookahead_inputs.asks
+        if step.short is not None and step.thread == threading.get_ident() and silent:
+            out = step.short.run(step.phase, self.layer, hidden, index, factors)
             if out is not None:
-                context.lookahead_inputs.at_resident_layer(self.layer, index, step.kinds)
+                if not step.beside:
+                    context.lookahead_inputs.at_resident_layer(self.layer, index, step.kinds)
                 return out
         if hidden.shape[0] == 0:
             return torch.zeros_like(hidden)
@@ -127,7 +129,7 @@ class PagedLayer:
                 pager.timeline.span("compute", f"layer {layer}", began_s, ended_s)
             return out
         routing, weights = _on_host(index, factors, with_factors=chooser is not None)
-        decoding = step.phase is Phase.DECODE
+        decoding = step.phase in (Phase.DECODE, Phase.DRAFT)
         if step.fewer:
             routing, factors = self._fewer(step, routing, factors, module.num_experts)
             weights = None
@@ -141,7 +143,7 @@ class PagedLayer:
         keep = None if decoding else _last_tokens_experts(step, routing)
         tokens = work.tokens if pager.ways is not None or high is not None else None
         with pager.demand(layer, work.experts, keep, _real_tokens_experts(step, routing), tokens, high, first) as lease:
-            if step.phase is not Phase.ENCODE:
+            if step.phase is not Phase.ENCODE and not step.beside:
                 self._show(step, routed, factors_of_routed, hidden)
             return work.run(lease, in_order=not decoding)
 

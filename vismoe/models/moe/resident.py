@@ -44,8 +44,10 @@ class ResidentLayers:
             layers.append(ResidentLayer(backend.kernels[layer.geometry], arrays, RESIDENT, table.order == "lru"))
         return cls(pager, layers)
 
-    def run(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor | None:
-        """The output `[T, H]` of a layer of a decode pass; None: its experts must be demanded."""
+    def run(
+        self, phase: Phase, layer: int, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The output `[T, H]` of a layer of a decode pass, or of one that drafts; None: its experts must be demanded."""
         resident, pager = self._layers[layer], self._pager
         if torch.is_grad_enabled() or not resident.takes(hidden, index, factors):
             return None
@@ -63,7 +65,7 @@ class ResidentLayers:
             return None
         out, experts = made
         ended_s = time.perf_counter()
-        pager.metrics.count_resident(Phase.DECODE, layer, len(experts), index.numel(), timed[1] - timed[0], ended_s - began_s)
+        pager.metrics.count_resident(phase, layer, len(experts), index.numel(), timed[1] - timed[0], ended_s - began_s)
         if pager.timeline is not None:
             pager.timeline.span("compute", f"layer {layer}", *timed, experts=experts)
             pager.timeline.span("layers", f"layer {layer}", began_s, ended_s, tokens=hidden.shape[0])

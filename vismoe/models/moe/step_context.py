@@ -77,6 +77,7 @@ class Step:
     short: ResidentLayers | None = None  # computes the layers that find all their experts resident; None: every layer demands
     fewer: bool = False  # some tokens get fewer experts than the router chose: pad slots none, visual ones with visual_top_k
     drafts: DraftPool | None = None  # computes every layer, with experts of its own; None: the experts that serve do
+    beside: bool = False  # it is of a layer beside the model's own, of which no lookahead and no recorder hears
 
 
 class ResidentPass:
@@ -211,6 +212,15 @@ class StepContext:
             yield
         finally:
             self._drafts = None
+
+    def begin_beside(self, tokens: int) -> None:
+        """A pass over so many tokens begins, of a layer that hangs beside the model's own (family/mtp.py)."""
+        phase = Phase.DRAFT if tokens <= SHORT_STEP_TOKENS else Phase.ENCODE
+        serving = self.serving
+        serving.pager.metrics.settle()
+        serving.pager.begin_step(phase, tokens=tokens)
+        short = self._short if phase is Phase.DRAFT else None
+        self.begin(Step(phase, 1, tokens, threading.get_ident(), short=short, beside=True))
 
     def promise(self, layer: int, experts: np.ndarray, weights: np.ndarray) -> None:
         """A draft pass has routed tokens to these experts, int64 and float32 `[T, K]`, at this layer: they will be demanded."""

@@ -30,6 +30,7 @@ from vismoe.errors import InputError, UnsupportedModelError
 from vismoe.models.family.caches import cache_in
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules, stack_of
+from vismoe.models.family.mtp import of_mtp
 from vismoe.models.family.token_kinds import PLACEHOLDERS, token_kinds
 from vismoe.models.visual.encoded import EncodedImage, EncodedImages
 from vismoe.models.visual.growing_cache import GrowingLayer
@@ -121,7 +122,7 @@ class VisualPruner:
         """
         if all(getattr(model.config, name, None) is None for name in PLACEHOLDERS):
             return "the model has no image tokens"
-        paths = [path for path, _ in expert_modules(model) if not is_vision(stack_of(path))]
+        paths = [path for path, _ in expert_modules(model) if not is_vision(stack_of(path)) and not of_mtp(path)]
         stacks = {stack_of(path) for path in paths}
         if len(stacks) != 1:
             return f"its routed experts are in {len(stacks)} stacks of decoder layers, not in one"

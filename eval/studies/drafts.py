@@ -97,7 +97,7 @@ def turn(row: Row, conversations: Mapping[str, Sequence[Conversation]], tokens: 
     """One turn of a row: by group of conversations, decode seconds per token and what drafts did; and the answers."""
     settings = {name: value for name, value in row.items() if not name.startswith("_")}
     with load(**settings) as engine, never_right() if row.get("_wrong") else nullcontext():
-        kind, found, answers = settings.get("draft", NONE), {}, []
+        kind, found, answers, over_time = settings.get("draft", NONE), {}, [], {}
         first = next(iter(conversations.values()))[0]
         figures_of(engine, first, tokens, draft=kind)  # trials, and the first reads
         for name, group in conversations.items():
@@ -106,6 +106,10 @@ def turn(row: Row, conversations: Mapping[str, Sequence[Conversation]], tokens: 
             drafts = [one.drafts for one in figures if one.drafts is not None]
             decoded, rounds = sum(one.decode_tokens for one in figures), sum(one.rounds for one in drafts)
             accepted = sum(one.accepted for one in drafts)
+            passes = [sum(each.phase is Phase.DECODE for each in one.passes) for one in figures]
+            over_time[name] = [
+                round(one.drafts.drafted / max(1, of), 2) for one, of in zip(figures, passes, strict=True) if one.drafts
+            ]
             found[name] = {
                 "token_s": sum(one.decode_seconds for one in figures) / max(1, decoded),
                 "tokens_per_pass": decoded / max(1, decoded - accepted),
@@ -116,7 +120,7 @@ def turn(row: Row, conversations: Mapping[str, Sequence[Conversation]], tokens: 
                 "foreseen": sum(one.foreseen for one in drafts),
                 "misses_per_token": sum(one.counters.total("misses", Phase.DECODE) for one in figures) / max(1, decoded),
             }
-        return {"groups": found, "answers": answers}
+        return {"groups": found, "answers": answers, "over_time": over_time}
 
 
 def conversations_of(setup: str, count: int) -> dict[str, list[Conversation]]:
@@ -150,6 +154,7 @@ def measured(setup: str, arguments: Any, store: str) -> dict[str, Any]:
             figures = {key: median(one[key] for one in each) for key in each[0]}
             base = [one["groups"][group]["token_s"] for one in turns[NONE]]
             figures["time_ratio"] = median(one["token_s"] / other for one, other in zip(each, base, strict=True))
+            figures["guessed_per_pass"] = taken[-1]["over_time"][group]  # by conversation, in order
             found.setdefault(name, {})[group] = figures
     return {"settings": rows, "rows": found}
 

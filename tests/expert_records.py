@@ -179,12 +179,14 @@ def typical(experts: Experts, batch: Batch) -> float:
     gated = experts.form.gate is not Gate.NONE
     for weights, first, last in zip(experts.weights, batch.starts, batch.starts[1:]):
         x = batch.hidden[batch.tokens[first:last]].double()
-        bias = weights.get("up_proj_bias", torch.zeros(())).double()
-        product = (x.square() @ weights["up_proj"].double().square().T + bias.square()).mean(dim=1, keepdim=True)
-        powers = {Activation.RELU_SQUARED: product**2, Activation.CLAMPED_SWIGLU: product * (product + 1)}
-        middle = powers.get(experts.form.activation, product**2 if gated else product)
-        bias = weights.get("down_proj_bias", torch.zeros(())).double()
-        out = middle * weights["down_proj"].double().square().sum(dim=1) + bias.square()
+        bias, up = weights.get("up_proj_bias", torch.zeros(())).double(), weights["up_proj"].double()
+        product = (x.square() @ up.square().T + bias.square()).mean(dim=1, keepdim=True)
+        middle = product * (product + 1) if experts.form.activation is Activation.CLAMPED_SWIGLU else product
+        middle = product**2 if gated and middle is product else middle
+        if experts.form.activation is Activation.RELU_SQUARED:  # one of few numbers may be most of the sum
+            middle = torch.maximum(product**2, (x @ up.T + bias).relu() ** 4)
+        bias, down = weights.get("down_proj_bias", torch.zeros(())).double(), weights["down_proj"].double().square()
+        out = (middle @ down.T if middle.shape[1] == down.shape[1] else middle * down.sum(dim=1)) + bias.square()
         squares.append(out * torch.from_numpy(batch.factors[first:last, None]).double() ** 2)
     return torch.cat(squares).mean().sqrt().item()
 
@@ -194,7 +196,8 @@ def on_every_set(experts: Experts, batch: Batch, tolerance: Callable[[str], floa
     if not len(batch.tokens):
         assert batch.parts(experts).shape == (0, batch.hidden.shape[1])
         return
-    oracle, size = batch.oracle(experts), typical(experts, batch)
+    oracle = batch.oracle(experts)
+    size = max(typical(experts, batch), rms(oracle))  # of a few gates, too, one may be most of the sum
     for isa in cpu.available():
         cpu.start(2, isa)
         few = 2 if oracle.numel() < 16 else 1  # numbers to average over

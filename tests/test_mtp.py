@@ -6,7 +6,7 @@ import pytest
 import quantised_checkpoints as quantised
 import tiny_models
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_serving_engine import DEMO, FIRST, ask, said
 from transformers import AutoConfig
 from transformers.generation.candidate_generator import MTPCandidateGenerator
@@ -15,6 +15,7 @@ import vismoe
 from vismoe.cli.main import main as run
 from vismoe.engine.drafting import Drafter, Drafts
 from vismoe.engine.generate import TokenLoop
+from vismoe.engine.request import Request
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.models.family import mtp
 from vismoe.models.load.preview import model_class, preview
@@ -159,10 +160,10 @@ def test_its_experts_are_one_more_layer_that_is_paged(tmp_path):
     assert runtime.plan.total_experts == without.total_experts + inventory.layers[-1].num_experts
     parts, others = ({part.name: part.bytes for part in plan.parts} for plan in (runtime.plan, without))
     assert [name for name in ("KV cache", "attention", "norms and routers") if parts[name] <= others[name]] == []
-    # a stated plan knows of it as well, before any file is there
-    assert (
-        preview(folder, VisMoEConfig(memory="30%", context=256, draft="mtp").settings).total_experts == runtime.plan.total_experts
-    )
+    for file in folder.glob("*.safetensors"):  # a plan knows of it as well, before any weight is there
+        file.unlink()
+    stated = preview(folder, VisMoEConfig(memory="30%", context=256, draft="mtp").settings)
+    assert stated.total_experts == runtime.plan.total_experts
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -194,6 +195,34 @@ def test_a_store_is_packed_with_the_layer_and_serves_with_it_and_without(tmp_pat
     with pytest.raises(CheckpointError, match=r"packed without the experts of mtp\.layers\.0.*Fix: delete"):
         opened(bare, torch.bfloat16)
     assert answered(opened(bare, torch.bfloat16, draft="none"), "none")[0] == expected[0]
+
+
+def test_a_store_serves_without_a_layer_whose_experts_have_a_geometry_of_their_own(tmp_path):
+    folder = mtp_checkpoints.save("deepseek_v3", tmp_path, torch.bfloat16)
+    quantised.encode(folder, r"layers\.[0-2]\..*experts\.\d+\.\w+\.weight$")  # the layer's stay in 16 bits
+    assert run(["pack", str(folder), "--formats", "int4"]) == 0 and run(["pack", str(folder), "--verify"]) == 0
+    settings = dict(memory="40%", format="int4", draft_tokens=2)
+    answers = [answered(opened(folder, torch.bfloat16, draft=draft, **settings), draft)[0] for draft in ("mtp", "none")]
+    assert answers[0] == answers[1]
+
+
+def test_a_layer_that_is_not_whole_is_left_out_of_a_store(tmp_path):
+    folder = mtp_checkpoints.save("glm4_moe", tmp_path, torch.bfloat16)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    save_file({name: tensor for name, tensor in weights.items() if "eh_proj" not in name}, file, metadata={"format": "pt"})
+    assert run(["pack", str(folder)]) == 0
+    assert answered(opened(folder, torch.bfloat16, draft="none"), "none")[0]
+    with pytest.raises(CheckpointError, match=r"no weights for 1 of the \d+ parameters"):
+        opened(folder, torch.bfloat16)
+
+
+def test_the_rest_in_int8_is_that_of_the_model_without_the_layer(tmp_path):
+    folder = mtp_checkpoints.save("glm4_moe", tmp_path, torch.bfloat16)
+    assert run(["pack", str(folder), "--backbone", "int8"]) == 0
+    settings = dict(memory="100%", kernels="auto", backbone="int8", draft_tokens=2)
+    answers = [answered(opened(folder, torch.bfloat16, draft=draft, **settings), draft)[0] for draft in ("mtp", "none")]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(
@@ -284,6 +313,42 @@ def test_shared_passes_leave_it_what_they_saw(engine, monkeypatch):
     assert texts[1] == alone[0] and texts[0].startswith(alone[1])
     assert max(one.rows for one in replies[0].figures.passes) > 1 and seen
     assert all(waiting >= tokens - 1 for tokens, waiting, _ in seen)
+
+
+def test_a_request_that_begins_anew_reads_its_prompt_anew(engine, monkeypatch):
+    """It gives up keys and values of the layer with its own; what it has said is computed again, and then it drafts on."""
+    messages = ask("Describe the image.", DEMO)
+    expected = said(engine, messages, max_tokens=40, reuse=False, draft="none")[0]
+    passes, step, held = [], Request.step, []
+
+    def stepped(self):
+        passes.append(self)
+        if len(passes) == 12:
+            self.give_up()
+            held.append(self._drafter._mtp._cache.get_seq_length())
+        going_on = step(self)
+        if self._loop is not None:
+            held.append(self._drafter._mtp._cache.get_seq_length() - self._loop.ids.shape[1])
+        return going_on
+
+    monkeypatch.setattr(Request, "step", stepped)
+    assert said(engine, messages, max_tokens=40, reuse=False)[0] == expected
+    assert max(held) <= 0 and min(held[-3:]) > -16  # never more than the sequence, and up to date again
+
+
+def test_requests_without_drafts_leave_no_hidden_states(engine):
+    said(engine, ask("What is this?"), max_tokens=1, draft="none", reuse=False)
+    assert engine._shared.drafts.mtp.hidden is None
+
+
+def test_dropped_tokens_and_drafts_whose_mixers_run_by_row(tmp_path):
+    """In float32 no pass of several rows has the bits of single ones, so each row's attention runs as a whole."""
+    settings = dict(LOADED, dtype="float32", memory="50%", draft="mtp", draft_tokens=3, kernels="torch")
+    with vismoe.load(mtp_checkpoints.demo(tmp_path), **settings) as engine:
+        for options in ({}, {"keep": 0.5}):
+            messages = ask("Describe the image.", DEMO)
+            expected = said(engine, messages, max_tokens=12, draft="none", reuse=False, **options)[0]
+            assert said(engine, messages, max_tokens=12, reuse=False, **options)[0] == expected
 
 
 @pytest.mark.parametrize("after", range(3))

@@ -6,6 +6,7 @@ S slabs, W lookahead window. Units are in names: `_bytes`, `_s`, `_tokens`.
 
 import enum
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,6 +134,11 @@ class RecordLayout:
         return {s.name: record[s.offset_bytes : s.offset_bytes + s.nbytes].view(s.dtype).view(s.shape) for s in self.sections}
 
 
+def stack_of(path: str) -> str:
+    """The path of the model whose layers hold the experts at `path`: `model` for `model.layers.3.mlp.experts`."""
+    return re.split(r"\.?\w+\.\d+\.", path, maxsplit=1)[0]
+
+
 @dataclass(frozen=True)
 class MoELayer:
     """One experts module of the model."""
@@ -142,6 +148,11 @@ class MoELayer:
     num_experts: int
     top_k: int
     geometry: int  # index into ExpertInventory.layouts
+
+    @property
+    def stack(self) -> str:
+        """The path of the model whose layers this one is of."""
+        return stack_of(self.path)
 
 
 @dataclass(frozen=True)

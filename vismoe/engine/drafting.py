@@ -140,12 +140,18 @@ class Drafter:
     def __init__(self, drafts: Drafts, kind: str):
         self._drafts, self._offers = drafts, OFFERS[kind]
         self._governed = drafts.governor.begin_request()
-        self._mtp = MtpSequence(drafts.mtp) if drafts.mtp is not None and "mtp" in self._offers else None
+        self._mtp: MtpSequence | None = None
+        self.begin_anew()
         self._round = Drafted()  # that is under way
         self._verified: Verified | None = None
         self._began: tuple[float, Snapshot] | None = None
         self._offered: dict[str, int] = {}  # the first token of drafts that are not verified
         self._draft_s = self._verify_s = 0.0
+
+    def begin_anew(self) -> None:
+        """The request has given up its keys and values, or has none yet."""
+        mtp = self._drafts.mtp
+        self._mtp = MtpSequence(mtp) if mtp is not None and "mtp" in self._offers else None
 
     @property
     def offers(self) -> bool:
@@ -223,6 +229,8 @@ class Drafter:
         """A pass of the model is over, of tokens `first` and after of the sequence. row: of this request, in a shared one."""
         if self._mtp is not None:
             self._mtp.note(first, tokens, row)
+        elif self._drafts.mtp is not None:
+            self._drafts.mtp.take()  # nobody else wants them
 
     def verify(self, loop: TokenLoop, drafted: Drafted) -> Verified:
         """One pass over the latest token and those drafted; `ended` follows, once its tokens were taken."""

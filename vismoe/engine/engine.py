@@ -38,6 +38,7 @@ from vismoe.machine.hardware import torch_device
 from vismoe.metrics import Metrics
 from vismoe.models.family.checkpoint_files import demo_model, folder_or_name, reading_checkpoint, refuse_unfit
 from vismoe.models.family.families import positions_of, without_quantization
+from vismoe.models.family.mtp import decoder_layers
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder
 from vismoe.models.inputs.tools import Tools
@@ -455,7 +456,7 @@ class Engine:
     def record(self, path: str | Path) -> Iterator[None]:
         """Record the routing of everything that runs inside, for `vismoe replay` and predictor training."""
         store = self._runtime.store
-        with TraceWriter(path, store.inventory, model=self.name, fingerprint=store.fingerprint) as writer:
+        with TraceWriter(path, decoder_layers(store.inventory), model=self.name, fingerprint=store.fingerprint) as writer:
             begin = self._changes.behind(self.settings, lambda: self._scheduler.run_alone(lambda: self._record_to(writer)))
             begin.result()  # between requests, never in the middle of one
             try:

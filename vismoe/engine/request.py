@@ -280,6 +280,7 @@ class Request:
         in a pass of its own as before, so the bits are the same."""
         self._shared.forget(self)
         self._loop, self._cuts, self.belongings = None, [], Belongings()
+        self._drafter.begin_anew()
         self._again = len(self._said)
         self._kept = ()
 

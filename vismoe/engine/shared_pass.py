@@ -16,6 +16,7 @@ from vismoe.errors import UnsupportedModelError
 from vismoe.models.family.caches import CACHE
 from vismoe.models.moe.attention import IMPLEMENTATION
 from vismoe.models.moe.rows import RowsCache, joined_inputs, rows_that_differ, shared_pass, why_not_rows
+from vismoe.models.visual.pruned_cache import PrunedLayer
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class SharedPasses:
         """Whether this sequence can share a pass; for a reason of the family none can from now on."""
         if not self.refused:
             self.refused = why_not_rows(self._model, loop.cache) or ""
-        return not self.refused and not loop.padded
+        pruned = self.by_mixer and any(type(layer) is PrunedLayer for layer in getattr(loop.cache, "layers", ()))
+        return not self.refused and not loop.padded and not pruned  # whole mixers do not see which tokens a row has dropped
 
     def wants_trial(self, rows: int) -> bool:
         return _bucket(rows) not in self._judged

@@ -124,6 +124,8 @@ class Residency:
         )
         self.ahead: list[int] = []  # absent experts (flat) of the next layer of a streamed pass, the first to be copied last
         self._ahead_of = self._entered = 0  # their layer; the layer that began last
+        stacks = [*(layer.stack for layer in inventory.layers), None]  # a vision tower and what drafts have passes of their own
+        self._after = [n + 1 if stacks[n] == stacks[n + 1] else 0 for n in range(len(inventory.layers))]
         self._next_layer: dict[tuple[Phase, int], int] = {}  # which layer ran after which
         self.streams = False  # the running pass is streamed, in the layers of some geometry
         self.tickets: dict[ExpertId, Ticket] = {}  # in flight
@@ -376,9 +378,7 @@ class Residency:
         for expert in self.table_of[layer].drop_ahead(layer):
             self._count_wasted(expert)
         decoding = self.phase is Phase.DECODE
-        following = self._next_layer.get((self.phase, layer), layer + 1)
-        if following >= len(self.inventory.layers):
-            following = 0
+        following = self._next_layer.get((self.phase, layer), self._after[layer])
         ahead = self.inventory.layers[following]
         if not self.streaming[ahead.geometry].on or (following <= layer and not decoding):
             return

@@ -64,16 +64,17 @@ class _Shard(NamedTuple):
 class PackedStore(StoreOnDisk):
     """An ExpertStore over the files of one format. `open` also checks that the store belongs to the checkpoint.
 
-    `encoded` gives a store whose reads leave records as they are stored; their layouts are `encoded_layouts`. It may hold experts
-    of layers behind those of the model, which is loaded without them: of the layer that drafts (`--draft mtp`).
+    `encoded` gives a store whose reads leave records as they are stored; their layouts are `encoded_layouts`. The files may hold
+    more layers than the model has, behind its own: the one that drafts (`--draft mtp`), where it is loaded without.
     """
 
-    def __init__(self, folder: Path, index: Index, layers: int | None = None):
-        """`layers`: MoE layers of the model; None: all that are packed."""
-        self.contents = contents = index.contents
+    def __init__(self, folder: Path, index: Index, contents: Contents | None = None):
+        """`contents`: of the model; None: all that is packed."""
+        self.contents = contents = contents or index.contents
         self.format, self.fingerprint = contents.format, contents.fingerprint
-        self.stored_bytes = sum(index.file_bytes)
-        self.inventory = ExpertInventory(contents.layers[:layers], tuple(codec.slab for codec in contents.codecs), contents.raw)
+        own = index.records[: len(contents.experts)]
+        self.stored_bytes = sum(index.file_bytes) if len(own) == len(index.records) else sum(record.nbytes for record in own)
+        self.inventory = ExpertInventory(contents.layers, tuple(codec.slab for codec in contents.codecs), contents.raw)
         largest_bytes = max(record.nbytes for record in index.records)
         self.scratch_bytes = 0 if all(codec.fixed_bytes for codec in contents.codecs) else largest_bytes
         self.stretch_bytes = largest_bytes
@@ -93,7 +94,7 @@ class PackedStore(StoreOnDisk):
         checkpoint."""
         index, wanted = read_index(folder, format), contents_of(source, format, transposed)
         refuse_other(folder, index.contents, wanted)
-        return cls(folder, index, len(wanted.layers))
+        return cls(folder, index, wanted)
 
     def encoded(self) -> "PackedStore":
         """The same store and the same open files, but reads leave records encoded. Closing one closes both."""
@@ -105,7 +106,7 @@ class PackedStore(StoreOnDisk):
     def encoded_layouts(self) -> tuple[RecordLayout, ...]:
         """Per geometry, of its largest encoded record."""
         largest = [0] * len(self.contents.codecs)
-        for expert, record in zip(self.contents.experts, self._index.records, strict=True):
+        for expert, record in zip(self.contents.experts, self._index.records, strict=False):  # files may hold more
             geometry = self.contents.layers[expert.layer].geometry
             largest[geometry] = max(largest[geometry], record.nbytes)
         return tuple(RecordLayout((), nbytes) for nbytes in largest)
@@ -170,9 +171,9 @@ def refuse_other(folder: Path, found: Contents, wanted: Contents) -> None:
             f"{path} was packed from another checkpoint, or from this one before its files changed. "
             f"Fix: {remedy(folder, found.format)}; or name the store of this checkpoint (--store)"
         )
-    if replace(found, layers=found.layers[: len(wanted.layers)]) == wanted:
+    if _beginning(found, wanted) == wanted:
         return
-    if replace(wanted, layers=wanted.layers[: len(found.layers)]) == found:
+    if _beginning(wanted, found) == found:
         raise CheckpointError(
             f"{path} was packed without the experts of {wanted.layers[len(found.layers)].path}. "
             f"Fix: {remedy(folder, found.format)}"
@@ -186,6 +187,12 @@ def refuse_other(folder: Path, found: Contents, wanted: Contents) -> None:
         f"{path} names or lays out the experts of this checkpoint differently: another version of vismoe or transformers packed "
         f"it, or it was packed from a GGUF file with another MODEL. Fix: {remedy(folder, found.format)}"
     )
+
+
+def _beginning(of: Contents, as_long_as: Contents) -> Contents:
+    """The first layers, and the geometries that they have."""
+    layers, geometries = len(as_long_as.layers), len(as_long_as.raw)
+    return replace(of, layers=of.layers[:layers], raw=of.raw[:geometries], transposed=of.transposed[:geometries])
 
 
 def _types(contents: Contents) -> str:

@@ -5,7 +5,6 @@ that differ need a row here. A model whose experts VisMoE cannot page is refused
 """
 
 import copy
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,11 +50,6 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if all(hasattr(module, attribute) for attribute in ON_INTERFACE):
             yield path, module
-
-
-def stack_of(path: str) -> str:
-    """The path of the model whose layers hold the experts at `path`: `model` for `model.layers.3.mlp.experts`."""
-    return re.split(r"\.?\w+\.\d+\.", path, maxsplit=1)[0]
 
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -22,7 +22,9 @@ from vismoe.models.family.components import pass_over
 from vismoe.types import ExpertInventory
 
 PLACE = "mtp"  # where it hangs on the model
-MtpModel = getattr(modeling_layers, "MtpModel", None)  # since transformers 5.23
+MtpModel = getattr(modeling_layers, "MtpModel", None)
+if not hasattr(MtpModel, "forward_layer") or not hasattr(MtpModel, "get_weight_conversions"):
+    MtpModel = None  # before transformers 5.23 it runs in one piece, or is not there
 INSTEAD = "Fix: draft='ngram' (--draft ngram), which needs nothing of a model"
 
 
@@ -75,12 +77,12 @@ def add_mtp(model: Any, gguf: str | Path | None = None) -> None:
 
 
 def _keys(text: Any) -> re.Pattern[str]:
-    """Of the layer's tensors in a checkpoint: behind the last layer, or in a place of their own."""
-    return re.compile(rf"(^|\.)layers\.{text.num_hidden_layers}\.|^(model\.)?{PLACE}\.")
+    """Of the layer's tensors in a checkpoint: behind the decoder's last layer, or in a place of their own."""
+    return re.compile(rf"^(?!.*vis(ion|ual))(.*\.)?layers\.{text.num_hidden_layers}\.|^(model\.)?{PLACE}\.")
 
 
 def has_mtp(model: Any, keys: Iterable[str]) -> bool:
-    """Whether a checkpoint with these tensors has the layer, and this transformers makes it for the model."""
+    """Whether a checkpoint with these tensors seems to have the layer; `add_mtp` says whether it can be made."""
     text = model.config.get_text_config()
     return MtpModel is not None and bool(getattr(text, "num_mtp_layers", None)) and any(map(_keys(text).search, keys))
 

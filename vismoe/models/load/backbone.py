@@ -149,6 +149,8 @@ def linears_of(model: Any, others: Others) -> dict[str, TensorPart]:
         tensor = others.tensors[sources.keys[0][0]]
         if not isinstance(tensor, TensorPart) or tensor.dtype not in cpu.DTYPES or not _is_plain_linear(model, sources):
             continue
+        if of_mtp(first):  # the same layers with and without it
+            continue
         if tensor.shape == model.get_parameter(first).shape and tensor.shape[0] >= FEWEST_OUTPUTS:
             found[first] = tensor
     return found

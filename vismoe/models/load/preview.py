@@ -3,6 +3,7 @@
 Only config.json and, where the checkpoint is on this machine, the headers of its safetensors files are read.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from vismoe.store.safetensors_header import read_header
 from vismoe.store.tensors import TensorPart
 from vismoe.types import Format
 
+logger = logging.getLogger(__name__)
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -213,11 +215,16 @@ def experts_in_place(
     model: str | Path | None, revision: str | None = None, gguf: str | None = None, with_mtp: bool = False
 ) -> tuple[CheckpointStore, tuple[frozenset[str], ...]]:
     """The experts of a checkpoint (None: of the demo model) or of a GGUF file in place, and which of their matrices the model
-    keeps as [in, out]. with_mtp: also those of the layer that drafts, if there is one. Raises CheckpointError."""
+    keeps as [in, out]. with_mtp: also those of the layer that drafts, where it is there and whole. Raises CheckpointError."""
     described, files = _here(model, revision, gguf)
     headers = [read_header(file) for file in files if with_mtp and file.suffix == ".safetensors"]
     if has_mtp(described, [key for header in headers for key in header.tensors]):
-        described, files = _here(model, revision, gguf, "mtp")
+        try:
+            with_layer, _ = _here(model, revision, gguf, "mtp")
+            source = locate_experts(with_layer, files, with_layer.dtype)
+            return source, transposed_sections(with_layer, source.inventory)
+        except (CheckpointError, UnsupportedModelError) as error:
+            logger.info("the layer that drafts is left out: %s", error)
     source = locate_experts(described, files, described.dtype)
     return source, transposed_sections(described, source.inventory)
 

@@ -20,7 +20,6 @@ from vismoe.kernels.gpu.lossless import GpuDecoder
 from vismoe.lookahead.lookahead import Lookahead
 from vismoe.metrics import Metrics
 from vismoe.models.family.components import is_vision
-from vismoe.models.family.families import stack_of
 from vismoe.models.family.mtp import decoder_layers
 from vismoe.models.load.draft_pool import filled_pools
 from vismoe.models.load.host_rates import upgrade_rates
@@ -344,7 +343,7 @@ def _chooser(model: Any, configuration: Configuration, policy: Policy, hotness: 
     if policy.hotness and hotness is None and settings.hotness_state and Path(settings.hotness_state).expanduser().exists():
         hotness = Hotness(experts, policy.decay, policy.period_tokens)
         hotness.load(Path(settings.hotness_state).expanduser(), configuration.stores.fingerprint)
-    deep = [not is_vision(stack_of(layer.path)) for layer in inventory.layers]
+    deep = [not is_vision(layer.stack) for layer in inventory.layers]
     precision = Precision(policy, experts, quotas, hotness, deep)
     hitters: HeavyHitters | str = "not asked for"
     if policy.importance:

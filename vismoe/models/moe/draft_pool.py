@@ -13,7 +13,6 @@ import torch
 from vismoe.config import format_bytes
 from vismoe.kernels.resident import LayerArrays, ResidentLayer
 from vismoe.models.family.components import is_vision
-from vismoe.models.family.families import stack_of
 from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.paging.lent import Group
@@ -24,7 +23,7 @@ from vismoe.types import ExpertInventory, Format, MoELayer
 
 def drafted_layers(inventory: ExpertInventory) -> tuple[MoELayer, ...]:
     """The MoE layers of the decoder: a vision tower sees no drafts."""
-    return tuple(layer for layer in inventory.layers if not is_vision(stack_of(layer.path)))
+    return tuple(layer for layer in inventory.layers if not is_vision(layer.stack))
 
 
 def first_slabs(inventory: ExpertInventory) -> tuple[dict[int, int], list[int]]:

@@ -22,7 +22,6 @@ from torch import nn
 from transformers import AttentionInterface
 
 from vismoe.models.family.components import is_vision
-from vismoe.models.family.families import stack_of
 from vismoe.models.moe.attended import attended_bytes, attention_received, last_real
 from vismoe.models.moe.attention import IMPLEMENTATION as GROUPED
 from vismoe.models.visual.saliency import allowed as allowed_by
@@ -77,7 +76,7 @@ class HeavyHitters:
         if config.model_type in UNUSABLE:
             return f"{config.model_type}: {UNUSABLE[config.model_type]}"
         attends = _attention_by_layer(model)
-        decoder = [layer for layer in layers if not is_vision(stack_of(layer.path))]
+        decoder = [layer for layer in layers if not is_vision(layer.stack)]
         nearest = {layer.index: found for layer in decoder if (found := _nearest(attends, layer.path))}
         if not nearest:
             return "its decoder does not attend through transformers' interface"

@@ -5,7 +5,7 @@ with the sequence, as the model's do: before it guesses, it catches up with the 
 it gets its own output and what it has guessed last; what it adds to its keys and values for that is given up again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,8 +67,8 @@ class MtpSequence:
         self._waiting: list[tuple[int, torch.Tensor]] = []  # (number of the first token, hidden states [1, R, H]), ascending
 
     def note(self, first: int, tokens: int, row: int | None = None) -> None:
-        """The model has passed tokens `first` to `first + tokens - 1` in its latest pass; tokens from there on that were noted
-        before were not said. row: of this sequence, where they were those of several."""
+        """The model has passed tokens `first` to `first + tokens - 1` in its latest pass. What was noted before of token `first`
+        and later ones is forgotten: they were drafted, and not said. row: of this sequence, in a pass of several."""
         hidden = self._drafts.hidden if row is not None else self._drafts.take()
         self._forget_from(first)
         if hidden is None:
@@ -83,7 +83,8 @@ class MtpSequence:
         self._waiting = kept
 
     def knows(self, ids: torch.Tensor) -> bool:
-        """Whether the hidden state before the latest token of ids `[1, S]` is there: not so behind a pass that was shared."""
+        """Whether the hidden state before the latest token of ids `[1, S]` is there: not so behind a prompt whose visual tokens
+        were dropped."""
         return any(first <= ids.shape[1] - 2 < first + hidden.shape[1] for first, hidden in self._waiting)
 
     def read(self, ids: torch.Tensor) -> None:
@@ -99,18 +100,18 @@ class MtpSequence:
             self._waiting = [(first, hidden)]
 
     def _stretches(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """What waits, with tokens that follow each other together: those of a shared pass that was not seen lie between."""
+        """What waits, with tokens that follow each other together."""
         together: list[torch.Tensor] = []
         begin = end = 0
         for first, hidden in self._waiting:
             if together and first != end:
-                yield begin, torch.cat(together, dim=1)
+                yield begin, _joined(together)
                 together = []
             begin = begin if together else first
             together.append(hidden)
             end = first + hidden.shape[1]
         if together:
-            yield begin, torch.cat(together, dim=1)
+            yield begin, _joined(together)
 
     def guess(self, ids: torch.Tensor, count: int, room: int, choose: Callable[[torch.Tensor], int | None]) -> None:
         """Guess up to `count` tokens behind ids `[1, S]`, of a sequence that may have `room` tokens. choose: says which token is
@@ -139,3 +140,8 @@ class MtpSequence:
             behind = first + begin + 1
             out = self._drafts.run(rows, ids[:, behind : behind + rows.shape[1]], behind, self._cache)
         return out[:, -1:]
+
+
+def _joined(stretches: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[1, R, H]`; a prompt's hidden states are not copied."""
+    return stretches[0] if len(stretches) == 1 else torch.cat([*stretches], dim=1)

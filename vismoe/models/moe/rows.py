@@ -27,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.family.caches import CACHE, CACHE_NAMES
 from vismoe.models.family.components import is_vision
+from vismoe.models.family.mtp import of_mtp
 from vismoe.models.inputs.prompts import TOKEN_KINDS
 from vismoe.models.moe.own_forward import give_forward
 from vismoe.models.visual.growing_cache import GrowingLayer
@@ -183,7 +184,10 @@ def rows_that_differ(model: Any, rows: int) -> str | None:
     weights = {
         (tuple(weight.shape), weight.dtype, weight.device): weight
         for path, weight in model.named_parameters()
-        if weight.ndim == 2 and weight.is_floating_point() and id(weight) not in ours | held and not is_vision(path)
+        if weight.ndim == 2
+        and weight.is_floating_point()
+        and id(weight) not in ours | held
+        and not (is_vision(path) or of_mtp(path))
     }
     if not ours:
         some = torch.randn(config.hidden_size, config.hidden_size, dtype=model.dtype, device=model.device)

@@ -21,7 +21,7 @@ from vismoe.errors import ClosedError, ConfigError, ContextError, UnsupportedMod
 from vismoe.metrics import Metrics
 from vismoe.models.family.caches import cache_in
 from vismoe.models.family.components import is_vision
-from vismoe.models.family.families import expert_modules, stack_of
+from vismoe.models.family.families import expert_modules
 from vismoe.models.family.token_kinds import token_kinds
 from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.draft_pool import DraftPool
@@ -37,7 +37,7 @@ from vismoe.planning.needs import mask_bytes
 from vismoe.planning.plan import Plan
 from vismoe.planning.sizes import size_up
 from vismoe.pools.readback import on_host
-from vismoe.types import Evidence, Phase, TokenKind
+from vismoe.types import Evidence, Phase, TokenKind, stack_of
 
 SHORT_STEP_TOKENS = 8  # new tokens on top of a KV cache that still count as decode: drafts being verified, not a prompt
 

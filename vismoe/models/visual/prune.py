@@ -29,14 +29,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 from vismoe.errors import InputError, UnsupportedModelError
 from vismoe.models.family.caches import cache_in
 from vismoe.models.family.components import is_vision
-from vismoe.models.family.families import expert_modules, stack_of
+from vismoe.models.family.families import expert_modules
 from vismoe.models.family.mtp import of_mtp
 from vismoe.models.family.token_kinds import PLACEHOLDERS, token_kinds
 from vismoe.models.visual.encoded import EncodedImage, EncodedImages
 from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.models.visual.kept_rows import KeptRows
 from vismoe.models.visual.pruned_cache import PrunedLayer, left_padded
-from vismoe.types import TokenKind
+from vismoe.types import TokenKind, stack_of
 from vismoe.vision.saliency import distinctness
 from vismoe.vision.selection import RULES, KeptImage, Pruning, select
 

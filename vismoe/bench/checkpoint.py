@@ -47,10 +47,12 @@ def write_checkpoint(
     *,
     skew: float = 0.0,
     seed: int = 0,
+    mtp: bool = False,
     progress: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> Written:
     """Write a random model of `config` into `folder`, or reuse the one there; `skew` is Zipf's exponent, see `weights.py`.
+    mtp: with the layer that drafts.
 
     Tied embeddings make greedy decoding repeat one token. Raises ConfigError for an invalid skew, a folder with other content, or
     a disk that is too small.
@@ -58,7 +60,7 @@ def write_checkpoint(
     if not (math.isfinite(skew) and skew >= 0):
         raise ConfigError(f"skew={skew}: Zipf's exponent must be at least 0 (uniform). Fix: 0, or 1 for a strong skew")
     folder = Path(folder)
-    identity = _identity(config, model_class, skew, seed)
+    identity = _identity(config, model_class, skew, seed) | ({"mtp": True} if mtp else {})
     manifest = _complete_manifest(folder)
     if manifest is not None and all(manifest.get(key) == value for key, value in identity.items()):
         return Written(folder, manifest["total_bytes"], manifest["expert_bytes"], reused=True)
@@ -66,7 +68,7 @@ def write_checkpoint(
         raise ConfigError(f"{folder} holds other files than this checkpoint. Fix: name another folder, or delete this one")
     config = copy.deepcopy(config)
     config.architectures, config.dtype = [model_class.__name__], torch.bfloat16
-    weights = weights_of(config, model_class, skew=skew, seed=seed)
+    weights = weights_of(config, model_class, skew=skew, seed=seed, mtp=mtp)
     folder.parent.mkdir(parents=True, exist_ok=True)
     refuse_small_disk(folder.parent, weights.total_bytes)
     partial = folder.with_name(folder.name + ".partial")

@@ -126,7 +126,7 @@ def generate(
             refuse_small_disk(folder, int(expert_bytes) + backbones)
     made = {"geometry": geometry, "layers": layers, "skew": skew, "seed": seed}
     try:
-        written = write_checkpoint(config, model_class_of(geometry), target, skew=skew, seed=seed, progress=not quiet)
+        written = write_checkpoint(config, model_class_of(geometry), target, skew=skew, seed=seed, mtp=mtp, progress=not quiet)
         if not written.reused:
             shutil.rmtree(_store(target), ignore_errors=True)  # made from files that no longer exist
         subject = subject_of(str(target), None, None, {**made, "total_bytes": written.total_bytes})

@@ -97,15 +97,18 @@ def _replace_column(piece: torch.Tensor, done: int, recipe: WeightRecipe) -> Non
     first.copy_(recipe.column[row : row + len(first)])  # type: ignore[index]
 
 
-def weights_of(config: PreTrainedConfig, model_class: type[PreTrainedModel], *, skew: float, seed: int) -> Weights:
-    """Every tensor of the model under its name on the hub, with its recipe; uses no memory of the tensors' size.
+def weights_of(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel], *, skew: float, seed: int, mtp: bool = False
+) -> Weights:
+    """Every tensor of the model under its name on the hub, with its recipe; uses no memory of the tensors' size. mtp: with the
+    layer that drafts.
 
     Raises UnsupportedModelError for a model whose experts cannot be paged, ConfigError for a skew if the model's routers are not
     found.
     """
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=torch.bfloat16)
-        if getattr(config.get_text_config(), "num_mtp_layers", 0):
+        if mtp:
             add_mtp(model)
     refuse_unsupported(model)
     _make_vectors(model, seed)

@@ -158,7 +158,7 @@ class VisMoERunner(TransformersRunner):
         stamps.put(loop.ids)
         with runtime.context.reading_prompt():
             stamps.put(torch.tensor(loop.step()[0]))
-        drafter.passed(0, loop.ids.shape[1] - 1)
+        drafter.passed(0, loop.ids.shape[1] - 1, self._drafts.take_hidden())
         loop.reserve(loop.ids.shape[1] + tokens)
         while (left := tokens - len(stamps.token_ids)) > 0:
             drafted = drafter.draft(loop, left - 1, frozenset())

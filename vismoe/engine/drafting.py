@@ -74,7 +74,6 @@ class Drafts:
         if self._kind == "none" or self.passes.refused:
             return "none" if self._kind == "none" else f"none: {self.passes.refused}"
         pool = f" ({self.runtime.drafts.about})" if self.runtime.drafts is not None else ""
-        pool = f" ({type(self.mtp.mtp.model.layers[0].mtp_block).__name__})" if self.mtp is not None else pool
         return f"{self._kind}{pool}, up to {self.most} tokens a round{self.passes.found}"
 
     @property
@@ -94,6 +93,10 @@ class Drafts:
     def most(self) -> int:
         """Tokens of a round."""
         return self.passes.most_rows - 1
+
+    def take_hidden(self) -> torch.Tensor | None:
+        """With what the model has ended its latest pass, `[B, S, H]`, once; None where nothing drafts by that."""
+        return self.mtp.take() if self.mtp is not None else None
 
     def takes(self, loop: TokenLoop) -> bool:
         """Whether this sequence can be drafted for now."""
@@ -140,7 +143,6 @@ class Drafter:
     def __init__(self, drafts: Drafts, kind: str):
         self._drafts, self._offers = drafts, OFFERS[kind]
         self._governed = drafts.governor.begin_request()
-        self._mtp: MtpSequence | None = None
         self.begin_anew()
         self._round = Drafted()  # that is under way
         self._verified: Verified | None = None
@@ -151,7 +153,7 @@ class Drafter:
     def begin_anew(self) -> None:
         """The request has given up its keys and values, or has none yet."""
         mtp = self._drafts.mtp
-        self._mtp = MtpSequence(mtp) if mtp is not None and "mtp" in self._offers else None
+        self._mtp: MtpSequence | None = MtpSequence(mtp) if mtp is not None and "mtp" in self._offers else None
 
     @property
     def offers(self) -> bool:
@@ -178,11 +180,9 @@ class Drafter:
         if kind == "mtp" and self._mtp is not None:
             self._mtp.read(loop.ids)
             began_s = time.perf_counter()  # a prompt is read once, and no round has to pay for it
-        tokens = (
-            found[:count] if kind == "ngram" else self._by_itself(loop, count) if kind == "self" else self._by_mtp(loop, count)
-        )
-        if not tokens:
-            return Drafted()
+            tokens = self._by_mtp(self._mtp, loop, count)
+        else:
+            tokens = found[:count] if kind == "ngram" else self._by_itself(loop, count)
         seconds = time.perf_counter() - began_s
         inputs = loop.inputs_of(tokens)
         if drafts.passes.wants_trial(len(inputs)):
@@ -210,9 +210,9 @@ class Drafter:
         pager.begin_verifying()
         return tokens
 
-    def _by_mtp(self, loop: TokenLoop, count: int) -> list[int]:
+    @staticmethod
+    def _by_mtp(mtp: MtpSequence, loop: TokenLoop, count: int) -> list[int]:
         """What the layer says that was trained for it, with the numbers that the model draws by."""
-        assert self._mtp is not None
         tokens: list[int] = []
         ahead = loop.ahead()
 
@@ -222,15 +222,13 @@ class Drafter:
             return None if last or loop.ends_with(token) else token
 
         with loop.drawing_again():
-            self._mtp.guess(loop.ids, count, loop.room, choose)
+            mtp.guess(loop.ids, count, loop.room, choose)
         return tokens
 
-    def passed(self, first: int, tokens: int, row: int | None = None) -> None:
-        """A pass of the model is over, of tokens `first` and after of the sequence. row: of this request, in a shared one."""
+    def passed(self, first: int, tokens: int, hidden: torch.Tensor | None) -> None:
+        """A pass over so many tokens of the sequence is over, from token `first` on. hidden: of these (`Drafts.take_hidden`)."""
         if self._mtp is not None:
-            self._mtp.note(first, tokens, row)
-        elif self._drafts.mtp is not None:
-            self._drafts.mtp.take()  # nobody else wants them
+            self._mtp.note(first, tokens, hidden)
 
     def verify(self, loop: TokenLoop, drafted: Drafted) -> Verified:
         """One pass over the latest token and those drafted; `ended` follows, once its tokens were taken."""
@@ -242,7 +240,7 @@ class Drafter:
         else:
             rows = drafts.passes.run([loop] * len(drafted.inputs), drafted.inputs, drafted.of_images)
             self._verified = Verified(loop, drafted.tokens, *rows)
-        self.passed(loop.ids.shape[1] - 1, 1 + len(drafted.tokens))
+        self.passed(loop.ids.shape[1] - 1, 1 + len(drafted.tokens), drafts.take_hidden())
         return self._verified
 
     def ended(self) -> None:

@@ -307,7 +307,7 @@ class Request:
             tokens = 1 + len(drafted.tokens)
             if prefilling:
                 tokens = max(0, self._read_tokens - max(read, self._reused_tokens))  # 0: interrupted
-                self._drafter.passed(self._read_tokens - tokens, tokens)
+                self._drafter.passed(self._read_tokens - tokens, tokens, self._shared.drafts.take_hidden())
             happened = self._shared.count()
             if not prefilling and not drafted.tokens:
                 self._shared.decoded(1, began_s, happened)
@@ -355,8 +355,10 @@ class Request:
             with torch.inference_mode():
                 inputs, loops = shared.lend_together(requests), [request.loop for request in requests]
                 outputs, _ = shared.passes.run(loops, inputs, self._of_images(requests))
+                hidden = shared.drafts.take_hidden()
                 for row, request in enumerate(requests):
-                    request._drafter.passed(request.loop.ids.shape[1] - 1, 1, row)
+                    of_row = hidden[row : row + 1].clone() if hidden is not None else None
+                    request._drafter.passed(request.loop.ids.shape[1] - 1, 1, of_row)
         except BaseException as error:  # it leaves each row's keys and values incomplete
             shared.count()
             return [error] * rows

@@ -75,7 +75,7 @@ class PackedStore(StoreOnDisk):
         own = index.records[: len(contents.experts)]
         self.stored_bytes = sum(index.file_bytes) if len(own) == len(index.records) else sum(record.nbytes for record in own)
         self.inventory = ExpertInventory(contents.layers, tuple(codec.slab for codec in contents.codecs), contents.raw)
-        largest_bytes = max(record.nbytes for record in index.records)
+        largest_bytes = max(record.nbytes for record in own)
         self.scratch_bytes = 0 if all(codec.fixed_bytes for codec in contents.codecs) else largest_bytes
         self.stretch_bytes = largest_bytes
         self.bounce_bytes = 0  # slabs and records both begin on a block
@@ -106,9 +106,9 @@ class PackedStore(StoreOnDisk):
     def encoded_layouts(self) -> tuple[RecordLayout, ...]:
         """Per geometry, of its largest encoded record."""
         largest = [0] * len(self.contents.codecs)
-        for expert, record in zip(self.contents.experts, self._index.records, strict=False):  # files may hold more
+        for expert in self.contents.experts:
             geometry = self.contents.layers[expert.layer].geometry
-            largest[geometry] = max(largest[geometry], record.nbytes)
+            largest[geometry] = max(largest[geometry], self._index.records[self._index.position(expert)].nbytes)
         return tuple(RecordLayout((), nbytes) for nbytes in largest)
 
     @property

@@ -7,7 +7,6 @@ behind a projection; embeddings and head are the model's. A checkpoint with seve
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,12 +78,6 @@ def add_mtp(model: Any, gguf: str | Path | None = None) -> None:
 def _keys(text: Any) -> re.Pattern[str]:
     """Of the layer's tensors in a checkpoint: behind the decoder's last layer, or in a place of their own."""
     return re.compile(rf"^(?!.*vis(ion|ual))(.*\.)?layers\.{text.num_hidden_layers}\.|^(model\.)?{PLACE}\.")
-
-
-def has_mtp(model: Any, keys: Iterable[str]) -> bool:
-    """Whether a checkpoint with these tensors seems to have the layer; `add_mtp` says whether it can be made."""
-    text = model.config.get_text_config()
-    return MtpModel is not None and bool(getattr(text, "num_mtp_layers", None)) and any(map(_keys(text).search, keys))
 
 
 def mtp_of(model: Any) -> Mtp | None:

@@ -288,17 +288,17 @@ class _Names:
     """What transformers' loader makes of a checkpoint's keys."""
 
     def __init__(self, model: Any):
-        self._mtp = mtp_of(model)
-        self._of_mtp = _Naming(self._mtp.model, self._mtp.model.get_weight_conversions(model)) if self._mtp is not None else None
+        mtp = mtp_of(model)
+        self._of_mtp = (mtp.keys, _Naming(mtp.model, mtp.model.get_weight_conversions(model))) if mtp is not None else None
         self._of_model = _Naming(model, get_model_conversion_mapping(model))
         self._meta = model.state_dict()
 
     def of(self, key: str) -> tuple[str, str | None, Any]:
         """(name in the model, the pattern that matched, its converter); None and None where nothing converts."""
-        if self._mtp is None or self._of_mtp is None or not self._mtp.keys.search(key):
+        if self._of_mtp is None or not self._of_mtp[0].search(key):
             return self._of_model.of(key)
-        name, *converted = self._of_mtp.of(key)
-        return f"{PLACE}.{name}", *converted
+        name, pattern, converter = self._of_mtp[1].of(key)
+        return f"{PLACE}.{name}", pattern, converter
 
     def __contains__(self, name: str) -> bool:
         """Whether the model has it."""

@@ -32,7 +32,7 @@ from vismoe.models.family.checkpoint_files import (
 from vismoe.models.family.components import backbone_bytes
 from vismoe.models.family.families import refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
-from vismoe.models.family.mtp import add_mtp, has_mtp
+from vismoe.models.family.mtp import add_mtp
 from vismoe.models.load.backbone import Backbone, linears_of, settle_backbone
 from vismoe.models.load.configured import Stated, as_stated
 from vismoe.models.load.embeddings import table_bytes, table_of
@@ -47,7 +47,6 @@ from vismoe.ranges import shown
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads
 from vismoe.store.files import bounce_bytes
-from vismoe.store.safetensors_header import read_header
 from vismoe.store.tensors import TensorPart
 from vismoe.types import Format
 
@@ -216,15 +215,14 @@ def experts_in_place(
 ) -> tuple[CheckpointStore, tuple[frozenset[str], ...]]:
     """The experts of a checkpoint (None: of the demo model) or of a GGUF file in place, and which of their matrices the model
     keeps as [in, out]. with_mtp: also those of the layer that drafts, where it is there and whole. Raises CheckpointError."""
-    described, files = _here(model, revision, gguf)
-    headers = [read_header(file) for file in files if with_mtp and file.suffix == ".safetensors"]
-    if has_mtp(described, [key for header in headers for key in header.tensors]):
+    if with_mtp:
         try:
-            with_layer, _ = _here(model, revision, gguf, "mtp")
-            source = locate_experts(with_layer, files, with_layer.dtype)
-            return source, transposed_sections(with_layer, source.inventory)
+            described, files = _here(model, revision, gguf, "mtp")
+            source = locate_experts(described, files, described.dtype)
+            return source, transposed_sections(described, source.inventory)
         except (CheckpointError, UnsupportedModelError) as error:
             logger.info("the layer that drafts is left out: %s", error)
+    described, files = _here(model, revision, gguf)
     source = locate_experts(described, files, described.dtype)
     return source, transposed_sections(described, source.inventory)
 

@@ -108,8 +108,9 @@ class VisMoEQuantizer(HfQuantizer):
         configuration.backbone.strip(model)
         if weights is not None:
             weights.fill(model, *self._loading)
-        for each in (model, *((mtp.model,) if (mtp := mtp_of(model)) is not None else ())):
-            each.set_experts_implementation(IMPLEMENTATION)
+        model.set_experts_implementation(IMPLEMENTATION)
+        if (mtp := mtp_of(model)) is not None:  # whose configuration is its own
+            mtp.model.set_experts_implementation(IMPLEMENTATION)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         unmark_quantized(model)

@@ -66,16 +66,12 @@ class MtpSequence:
         self._cache = new_cache(drafts.mtp)
         self._waiting: list[tuple[int, torch.Tensor]] = []  # (number of the first token, hidden states [1, R, H]), ascending
 
-    def note(self, first: int, tokens: int, row: int | None = None) -> None:
-        """The model has passed tokens `first` to `first + tokens - 1` in its latest pass. What was noted before of token `first`
-        and later ones is forgotten: they were drafted, and not said. row: of this sequence, in a pass of several."""
-        hidden = self._drafts.hidden if row is not None else self._drafts.take()
+    def note(self, first: int, tokens: int, hidden: torch.Tensor | None) -> None:
+        """The model has passed tokens `first` to `first + tokens - 1`, and ended with `hidden`, as many states `[..., H]`. What
+        was noted before of token `first` and later ones is forgotten: they were drafted, and not said."""
         self._forget_from(first)
-        if hidden is None:
-            return
-        mine = hidden[row : row + 1] if row is not None else hidden.reshape(1, -1, hidden.shape[-1])
-        if mine.shape[1] == tokens:  # fewer where visual tokens were dropped
-            self._waiting.append((first, mine.clone() if row is not None else mine))
+        if hidden is not None and hidden.shape[:-1].numel() == tokens:  # fewer where visual tokens were dropped
+            self._waiting.append((first, hidden.reshape(1, tokens, -1)))
 
     def _forget_from(self, number: int) -> None:
         """Of the hidden states that wait, those from token `number` on are of tokens that were not said."""

@@ -28,6 +28,7 @@ POINTERS = {
     "arrange": {
         "ids": "*i64",
         "addresses": "*i64",
+        "slots": "*i64",
         "tiles": "*i64",
         "sums_of": "*i32",
         "tokens": "i32",
@@ -35,12 +36,13 @@ POINTERS = {
     },
     "combine": {"parts": "*fp32", "sums_of": "*i32", "count": "i32", "out": "*bf16"},
     "decode": {"encoded": "*u8", "slab": "*u8", "sections": "*i64"},
+    "decode_many": {"records": "*i64", "ring": "*u8", "sections": "*i64"},
 }
 
 
 def compiled(name: str, constants: dict, capability: int) -> dict:
     """Registers, stack bytes (of spills), shared bytes, and which instructions there are."""
-    program, kinds = getattr(programs, name), POINTERS[name]
+    program, kinds = getattr(programs, name), {name: kind for name, kind in POINTERS[name].items() if name not in constants}
     names = program.arg_names
     signature = {argument: kinds.get(argument, "constexpr") for argument in names}
     values = {(names.index(argument),): value for argument, value in constants.items()}
@@ -77,9 +79,11 @@ def main(capabilities: list[int], rows: list[int], formats: list[str]) -> None:
             found.append({**about, **compiled("down", {**kernel._down, **block}, capability)})
         adding = {"HIDDEN": 2048, "ADDING": True, "BN": gpu.SUM_COLUMNS, "INTERPRETED": False}
         of_eight = {"EXPERTS": 128, "TOP_K": 8, "PAIRS": 64}
-        for name, constants in (("combine", adding), ("arrange", of_eight)):
+        for name, constants in (("combine", adding), ("arrange", of_eight), ("arrange", {**of_eight, "slots": None})):
             found.append({"format": None, "rows": None, **compiled(name, constants, capability)})
-        found.append({"format": "lossless", "rows": None, **compiled("decode", {"SECTIONS": 2}, capability)})
+        ring = {"SECTIONS": 2, "SLOT_BYTES": 6 * 2048 * 768}
+        for name, constants in (("decode", {"SECTIONS": 2}), ("decode_many", ring)):
+            found.append({"format": "lossless", "rows": None, **compiled(name, constants, capability)})
     print(json.dumps(found))
 
 

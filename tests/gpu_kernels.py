@@ -6,6 +6,8 @@ The last part runs a whole model. Without a GPU its experts are served on the CP
 import dataclasses
 import itertools
 import time
+from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import tiny_models
 import torch
 from expert_records import FORMATS, FORMS, Batch, Experts, rms, typical
 from searching import SEARCHING
+from simulated_cuda import SimulatedCuda
 from test_lossless import FILL, kinds, layout, record_of
 
 import vismoe
@@ -21,15 +24,16 @@ from vismoe import VisMoEConfig
 from vismoe.cli.main import main
 from vismoe.errors import UnsupportedModelError
 from vismoe.kernels.gpu import experts as gpu
-from vismoe.kernels.gpu.lossless import GpuDecoder
+from vismoe.kernels.gpu.lossless import DecodingRing, GpuDecoder, ring_bytes, ring_slots
 from vismoe.kernels.lossless import FastLossless
 from vismoe.models.family.families import expert_modules
 from vismoe.models.family.forms import forms_of
 from vismoe.models.load import opening
 from vismoe.models.moe.gpu_experts import GpuExperts
+from vismoe.paging.lent import Group
 from vismoe.paging.pager import Pager
 from vismoe.pools.pool import SlabPool
-from vismoe.types import Format, Phase, RecordLayout
+from vismoe.types import ExpertInventory, Format, MoELayer, Phase, RecordLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -209,6 +213,203 @@ def test_every_pattern_of_bfloat16_comes_back():
     record = patterns[torch.randperm(patterns.numel())].view(torch.uint8)
     found, sections = decoded(raw, record)
     assert found == [1] and torch.equal(bits(sections["w0"]), record)
+
+
+# ------------------------------------------------------------------ the decoding ring
+NAN = 0xFF  # every type's bytes of a NaN
+
+
+def in_slabs(raw: RecordLayout, records: list[torch.Tensor]) -> SlabPool:
+    """Slabs that hold raw records encoded, NaN behind them."""
+    encoded = [FastLossless(raw).encode(record) for record in records]
+    pool = SlabPool(RecordLayout((), max(each.numel() for each in encoded)), len(records), DEVICE)
+    pool.buffer.fill_(NAN)
+    for slab, each in enumerate(encoded):
+        pool.record(slab)[: each.numel()].copy_(each)
+    return pool
+
+
+def poisoned(raw: list[RecordLayout | None], slots: int) -> DecodingRing:
+    ring = DecodingRing(raw, slots, DEVICE)
+    assert ring.nbytes == ring_bytes(raw, slots) and ring.addresses.tolist() == ring.addresses_there.tolist()
+    assert not (ring.addresses % 64).any()
+    ring._buffer.fill_(NAN)
+    return ring
+
+
+def test_a_ring_decodes_records_as_the_processor_does_and_leaves_the_slots_of_sentinels_alone():
+    """Two geometries share the slots; lengths at the edges of chunks and blocks, of which some are stored as they are."""
+    raws = [layout(4095, 200, 8193, 1, 0, bias=torch.float32, half=torch.float16), layout(65, 12345)]
+    ring = poisoned([raws[0], None, raws[1]], 5)
+    assert [ring.decodes(geometry) for geometry in range(3)] == [True, False, True]
+    for geometry, raw in ((0, raws[0]), (2, raws[1])):
+        records = [record_of(raw, seed, noise=noise) for seed, noise in enumerate((0.0, 0.03, 0.2, 1.0))]
+        pool = in_slabs(raw, records)
+        found = {kind for slab in range(4) for kind in kinds(pool.record(slab).cpu())}
+        assert found == {0, 1}, "both kinds of sections are decoded"
+        ring._buffer.fill_(NAN)
+        ring.decode(geometry, torch.tensor([pool.addresses[3], 0, pool.addresses[0], pool.addresses[2]]).to(DEVICE))
+        slots = ring._buffer.cpu()
+        for slot, slab in ((0, 3), (2, 0), (3, 2)):
+            expected, encoded = torch.empty(raw.record_bytes, dtype=torch.uint8), pool.record(slab).cpu()
+            FastLossless(raw).decode(encoded, expected)
+            for section in raw.sections:
+                there = slice(section.offset_bytes, section.offset_bytes + section.nbytes)
+                assert torch.equal(slots[slot][there], expected[there]), (slot, section)
+            assert (slots[slot][raw.record_bytes :] == NAN).all(), "nothing behind the record is written"
+        assert (slots[[1, 4]] == NAN).all()
+
+
+@pytest.mark.parametrize("tokens, top_k", [(1, 1), (1, 8), (3, 5), (8, 8)])
+def test_the_device_arranges_choices_for_a_ring(tokens, top_k):
+    """As without one, but each expert is decoded once, into the slot of the first pair that has it, and read there."""
+    experts = 9
+    ids = torch.randint(-1, experts + 2, (tokens, top_k))
+    ids[-1, -1] = ids[-1, 0]
+    addresses, slots = torch.arange(1, experts + 1) * 64, torch.arange(100, 164) * 64
+    plain, sums = gpu.arrange(ids.to(DEVICE), addresses.to(DEVICE), experts)
+    tiles, same = gpu.arrange(ids.to(DEVICE), addresses.to(DEVICE), experts, slots.to(DEVICE))
+    first = [ids.flatten().tolist().index(expert) for expert in ids.flatten().tolist()]
+    assert torch.equal(tiles[1:3], plain[1:3]) and torch.equal(tiles[0].cpu(), slots[first])
+    own = (torch.arange(tokens * top_k) == torch.tensor(first)) & (plain[2].cpu() == 1)
+    assert torch.equal(tiles[3].cpu(), torch.where(own, plain[0].cpu(), 0))
+    heads = 2 * tokens + 1
+    used = heads + int(sums[heads - 1])
+    assert torch.equal(same[:used], sums[:used])
+
+
+class _Lease:
+    """The chosen experts of a layer in groups of so many."""
+
+    computes_on_host = False
+
+    def __init__(self, experts: list[int], pool: SlabPool, size: int):
+        self._experts, self._pool, self._size = experts, pool, size
+
+    def groups(self, in_order: bool):
+        groups = [self._experts[first : first + self._size] for first in range(0, len(self._experts), self._size)]
+        for experts in groups if in_order else groups[::-1]:
+            yield Group(experts, self._pool, self._pool.capacity - 1 - np.array(experts))
+
+
+class Layers:
+    """Three layers of one geometry each, of which a ring decodes the first two; `slots` is None: all are in slabs as they are."""
+
+    kinds = (("gpt-oss", 66, 33, 9, True), ("qwen", 64, 48, 12, False), ("nemotron", 96, 40, 3, False))
+
+    def __init__(self, slots: int | None):
+        self.experts, self.pools = [], []
+        for geometry, (form, hidden, intermediate, count, transposed) in enumerate(self.kinds):
+            torch.manual_seed(geometry)
+            these = Experts.of(Format.RAW, torch.bfloat16, hidden, intermediate, count, form, transposed)
+            self.experts.append(these)
+            if slots is not None and geometry < 2:
+                pool = in_slabs(these.raw, list(these.slabs.flip(0)))
+            else:
+                pool = SlabPool(these.codec.slab, count, DEVICE)
+                pool.buffer.copy_(these.slabs.flip(0))
+            self.pools.append(pool)
+        of = [MoELayer(g, f"layers.{g}.experts", kind[3], 2, g) for g, kind in enumerate(self.kinds)]
+        inventory = ExpertInventory(tuple(of), tuple(pool.layout for pool in self.pools))
+        raw = [these.raw if geometry < 2 else None for geometry, these in enumerate(self.experts)]
+        self.ring = poisoned(raw, slots) if slots is not None else None
+        self.backend = GpuExperts(inventory, [(kernel_of(these),) for these in self.experts], ring=self.ring)
+        lying = [pool.addresses[::-1].copy() for pool in self.pools]
+        assert self.backend.all_resident(SimpleNamespace(addresses=lambda: lying), DEVICE)
+
+    def run(self, layer: int, ids: torch.Tensor, in_order: bool, size: int) -> torch.Tensor:
+        hidden, factors = inputs_of(layer, *ids.shape)
+        module = SimpleNamespace(num_experts=self.kinds[layer][3])
+        work = self.backend.begin(layer, module, ids.numpy(), hidden, factors)
+        return work.run(_Lease(work.experts, self.pools[layer], size), in_order)
+
+    def of_residents(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+        assert self.backend.few_enough(layer, ids)
+        hidden, factors = inputs_of(layer, *ids.shape)
+        return self.backend.of_residents(layer, hidden, ids.to(DEVICE), factors)
+
+
+@cache
+def inputs_of(layer: int, tokens: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(hidden states, factors) on the device."""
+    generator = torch.Generator().manual_seed(layer)
+    hidden = torch.randn(tokens, Layers.kinds[layer][1], generator=generator).bfloat16()
+    return hidden.to(DEVICE), torch.rand(tokens, top_k, generator=generator).to(DEVICE)
+
+
+decoded_slabs, ring_of_four = cache(lambda: Layers(None)), cache(lambda: Layers(4))
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("in_order", [False, True], ids=["as they come", "in order"])
+@pytest.mark.parametrize("tokens, top_k", [(1, 1), (1, 8), (9, 3)])
+def test_a_ring_changes_no_bit(layer, in_order, tokens, top_k, monkeypatch):
+    """With groups of more experts than there are slots, choices of no expert, and an expert that one token chose twice."""
+    experts, generator = Layers.kinds[layer][3], torch.Generator().manual_seed(tokens)
+    ids = torch.randint(0, experts + 1, (tokens, top_k), generator=generator)
+    ids[-1, -1] = ids[-1, 0] = 1
+    plain, ours = decoded_slabs(), ring_of_four()
+    expected = plain.run(layer, ids, in_order=False, size=experts)
+    assert expected.isfinite().all() and expected.any()
+    for size in (experts, 5):
+        ours.ring._buffer.fill_(NAN)
+        assert torch.equal(ours.run(layer, ids, in_order, size), expected), size
+    if in_order and tokens > 1:
+        monkeypatch.setattr("vismoe.models.moe.gpu_experts.PAIRS_PER_CALL", 7)  # cuts through groups and experts
+        assert torch.equal(ours.run(layer, ids, in_order, experts), expected)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("ids", [[[3]], [[2, 0, 7, 1]], [[4, 4]], [[5, 2], [2, 5]], [[-1, 3], [3, 100]], [[-1, 100]]], ids=str)
+def test_few_pairs_of_residents_have_the_same_bits_with_a_ring(layer, ids):
+    plain, ours, there = decoded_slabs(), ring_of_four(), torch.tensor(ids)
+    ours.ring._buffer.fill_(NAN)
+    found = ours.of_residents(layer, there)
+    assert torch.equal(found, plain.of_residents(layer, there))
+    assert torch.equal(found, ours.run(layer, there.where(there >= 0, 100), in_order=False, size=9))
+    assert found.isfinite().all()
+
+
+def test_a_ring_decodes_an_expert_of_several_tokens_once():
+    ours = ring_of_four()
+    ours.ring._buffer.fill_(NAN)
+    ours.of_residents(1, torch.tensor([[5, 2], [2, 5]]))
+    assert [bool((slot != NAN).any()) for slot in ours.ring._buffer] == [True, True, False, False]
+
+
+def test_pairs_that_a_ring_has_no_slots_for_are_computed_in_runs():
+    plain, ours = decoded_slabs().backend, ring_of_four().backend
+    for layer, ring_decodes in enumerate((True, True, False)):
+        experts = Layers.kinds[layer][3]
+        assert plain.few_enough(layer, torch.zeros(1, experts)) and ours.few_enough(layer, torch.zeros(1, min(4, experts)))
+        assert ours.few_enough(layer, torch.zeros(1, 5)) is not ring_decodes and not ours.few_enough(layer, torch.zeros(5, 1))
+
+
+def test_a_ring_has_slots_for_the_experts_of_a_token():
+    def slots(*kinds: tuple[int, int]) -> int:
+        return ring_slots(MoELayer(i, "", experts, top_k, 0) for i, (experts, top_k) in enumerate(kinds))
+
+    assert [slots((128, 8)), slots((8, 2)), slots((256, 22)), slots((8, 2), (64, 6))] == [16, 8, 22, 16]
+
+
+def test_a_ring_is_for_slabs_of_one_format():
+    kernels = [(kernel_of(these),) * 2 for these in decoded_slabs().experts]
+    with pytest.raises(AssertionError, match="a pair of formats"):
+        GpuExperts(decoded_slabs().backend.inventory, kernels, ring=ring_of_four().ring)
+
+
+def test_a_pass_on_another_stream_waits_for_the_one_that_reads_the_slots(monkeypatch):
+    cuda, order = SimulatedCuda(late="kernels"), []
+    ring = DecodingRing([layout(64)], 1, torch.device("cpu"))
+    cuda.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ring._stream, other = cuda.compute, cuda.stream_of()
+    cuda.launch(lambda: order.append("read"))
+    with cuda.on(other):
+        ring._behind_the_last()
+        cuda.launch(lambda: order.append("decode"))
+        cuda.current.synchronize()
+    assert order == ["read", "decode"] and ring._stream is other
 
 
 # ------------------------------------------------------------------ a whole model

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from test_packed_slabs import folder as folder
 
 import vismoe
 from vismoe import VisMoEConfig
@@ -76,6 +77,24 @@ def test_lossless_records_cross_the_link_encoded_and_change_no_bit(share, host_m
     assert runtime.pager.hosts[0].layouts == encoded and "the GPU decodes" in runtime.backends["kernels"]
     assert copies.total("bytes_copied") > 0 and (share == "100%" or copies.total("evictions") > 0)
     runtime.pager.close()
+
+
+@pytest.mark.parametrize("memory", ["50%", "90%"], ids=["packed", "raw beside packed"])
+def test_packed_slabs_have_the_bits_of_decoded_ones(memory, folder):
+    pytest.importorskip("triton")
+    inputs, logits = {k: v.to("cuda") for k, v in tiny_models.prompt("qwen3_moe", batch=2).items()}, []
+    for packed in ("always", "never"):
+        settings = VisMoEConfig(memory=memory, kernels="auto", misses="wait", packed_slabs=packed)
+        model = tiny_models.model_class(folder).from_pretrained(
+            folder, dtype=torch.bfloat16, device_map="cuda", quantization_config=settings
+        )
+        with torch.inference_mode():
+            model.generate(**inputs, do_sample=False, max_new_tokens=50, min_new_tokens=50)
+            logits.append(model(**inputs).logits)
+        pager = vismoe.runtime_of(model).pager
+        assert (vismoe.runtime_of(model).plan.packed_from is None) == (packed == "never")
+        pager.check_integrity(), pager.close()
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("misses", ["cpu", "auto"])

@@ -7,10 +7,12 @@ import pytest
 import tiny_models
 import torch
 from simulated_cuda import SimulatedCuda, SimulatedPool
+from test_packed_slabs import folder as folder
 from test_page_lock import cuda_with
 
 from vismoe.cli.main import main
 from vismoe.config import Settings
+from vismoe.formats.lossless import content_bytes
 from vismoe.kernels.gpu import experts as gpu
 from vismoe.kernels.lossless import FastLossless
 from vismoe.models.load import opening, runtime
@@ -45,9 +47,9 @@ def cuda(monkeypatch) -> SimulatedCuda:
     return cuda
 
 
-def opened(folder, **settings) -> Configuration:
+def opened(folder, memory="50%", **settings) -> Configuration:
     model, files = describe(folder)
-    return open_model(model, files, Settings.of(memory="50%", **settings), DEVICE)
+    return open_model(model, files, Settings.of(memory=memory, **{"kernels": "auto", **settings}), DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,62 @@ def test_settings_say_whether_records_stay_encoded(checkpoint, cuda):
     other = found.with_settings(describe(checkpoint)[0], Settings.of(memory="50%"))
     assert not other.experts.encoded and other.plan.bytes_of("encoded copies") == 0
     other.close_stores(), found.close()
+
+
+def test_a_gpu_holds_records_packed_where_not_all_experts_fit_decoded(folder, cuda, monkeypatch):
+    """From the first layer on, or beside raw layers; the ring and the copies' staging are planned where they are needed."""
+    for memory, first in (("50%", 0), ("90%", 1), ("100%", None)):
+        found = opened(folder, misses="wait", memory=memory, packed_slabs="always")
+        plan, experts = found.plan, found.experts
+        largest = max(layout.record_bytes for layout in experts.encoded)
+        assert plan.packed_from == first and ("just before they are computed" in plan.kernels) == (first is not None)
+        assert plan.bytes_of("encoded copies") == (0 if first == 0 else 2 * largest)
+        ring = 16 * experts.inventory.raw_layouts[0].record_bytes  # as many as a layer has
+        assert plan.bytes_of("decoding ring") == (ring if first is not None else 0)
+        assert sum(plan.host_slabs) == plan.total_experts == 48 and plan.bytes_of("staging") == 0
+        assert [bool(slab.sections) for slab in experts.inventory.layouts] == {0: [False], 1: [True, False], None: [True]}[first]
+        assert all(type(kernel) is gpu.GpuKernel for kernels in experts.gpu_kernels for kernel in kernels)
+        monkeypatch.setattr(runtime, "SlabPool", lambda layout, slabs, device: SimulatedPool(cuda, layout, max(1, slabs)))
+        monkeypatch.setattr(runtime, "GpuDecoder", lambda raw, device: ("decoder of", raw))
+        cuda_with(monkeypatch)
+        decoders = runtime._mover(found, [])._decoding.decoders
+        assert [decoder is not None for decoder in decoders] == [bool(slab.sections) for slab in experts.inventory.layouts]
+        backend = runtime._backend(experts, torch.device("cpu"))
+        rings = [backend.ring_of(layer.index) for layer in experts.inventory.layers]
+        assert [of is not None for of in rings] == [first is not None and layer >= first for layer in range(3)]
+        assert first is None or rings[-1].nbytes == plan.bytes_of("decoding ring")
+        found.close()
+
+
+def test_packed_slabs_get_records_as_they_are(folder, cuda, monkeypatch):
+    found = opened(folder, misses="wait", memory="90%", packed_slabs="always")
+    inventory, store = found.experts.inventory, found.stores.by_precision[0]
+    codec = FastLossless(inventory.raw_layouts[0])
+
+    def decode(encoded, record):
+        cuda.launch(lambda: codec.decode(encoded.bytes, record.bytes))
+
+    monkeypatch.setattr(runtime, "SlabPool", lambda layout, slabs, device: SimulatedPool(cuda, layout, slabs))
+    monkeypatch.setattr(runtime, "GpuDecoder", lambda raw, device: decode)
+    cuda_with(monkeypatch)
+    mover = runtime._mover(found, [])
+    pager = Pager(inventory, [[SimulatedPool(cuda, layout, 8)] for layout in inventory.layouts], mover, threads=1)
+    pager.begin_step(Phase.DECODE)
+    stored, raw = torch.zeros(2, inventory.raw_layouts[0].record_bytes, dtype=torch.uint8)
+    for layer in inventory.layers:
+        with pager.demand(layer.index, [0, 2, 3]) as demand:
+            for group in demand.groups(in_order=False):
+                for expert, address in zip(group.experts, group.addresses.tolist(), strict=True):
+                    table = pager.tables[layer.geometry]
+                    record = table.pool.record(list(table.pool.addresses).index(address)).bytes
+                    nbytes = store.read(ExpertId(layer.index, expert), stored)
+                    found.source.read(ExpertId(layer.index, expert), raw)
+                    if layer.index == 0:
+                        assert torch.equal(record, raw)
+                    else:
+                        end = content_bytes(stored)
+                        assert end <= nbytes and torch.equal(record[:end], stored[:end])
+    pager.close(), found.close()
 
 
 @pytest.mark.parametrize("settings", [{}, {"policy": "importance", "formats": "lossless/int4"}], ids=["exact", "a pair"])

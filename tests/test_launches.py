@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vismoe
 from vismoe import VisMoEConfig
 from vismoe.bench.roofline import HEAD_LAUNCHES, PAGED, RESIDENT, TORCH
+from vismoe.kernels import gpu as gpu_kernels
 from vismoe.kernels.gpu import experts as gpu
+from vismoe.kernels.gpu.lossless import DecodingRing, ring_slots
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.family.forms import forms_of
 from vismoe.models.load import opening
@@ -65,12 +67,15 @@ class StandIns:
         return defaultdict(lambda: launched)
 
 
-def by_gpu_kernels(model, count: Launches, monkeypatch) -> None:
-    """Let the GPU kernels compute, on the CPU: what crosses to a GPU or back there is counted too."""
+def by_gpu_kernels(model, count: Launches, monkeypatch, decoding: bool) -> None:
+    """Let the GPU kernels compute, on the CPU: what crosses to a GPU or back there is counted too. `decoding`: as if slabs held
+    lossless records."""
     runtime = vismoe.runtime_of(model)
     experts, context = runtime.configuration.experts, runtime.context
     kernels = opening._gpu_kernels(forms_of(model, experts.inventory), experts.inventory, experts.formats, torch.bfloat16)
-    context.now_serving = dataclasses.replace(context.serving, backend=GpuExperts(experts.inventory, kernels))
+    raw, layers = experts.inventory.raw_layouts, experts.inventory.layers
+    ring = DecodingRing(raw, ring_slots(layers), torch.device("cpu")) if decoding else None
+    context.now_serving = dataclasses.replace(context.serving, backend=GpuExperts(experts.inventory, kernels, ring=ring))
     upload, read = gpu.upload, moe_experts.on_host
 
     def uploaded(*given):
@@ -82,6 +87,7 @@ def by_gpu_kernels(model, count: Launches, monkeypatch) -> None:
         return read(*given)
 
     monkeypatch.setattr(gpu, "_programs", lambda: (StandIns(count), False))
+    monkeypatch.setattr(gpu_kernels, "programs", StandIns(count), raising=False)
     monkeypatch.setattr(gpu, "upload", uploaded)
     monkeypatch.setattr(moe_experts, "on_host", read_back)
 
@@ -97,7 +103,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def decoded_layer(folder, monkeypatch, way: str) -> Launches:
+def decoded_layer(folder, monkeypatch, way: str, decoding: bool = False) -> Launches:
     """The operators of one decoded token with every expert that it uses resident."""
     config = VisMoEConfig(memory="100%", lookahead="none", kernels="torch")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
@@ -115,7 +121,7 @@ def decoded_layer(folder, monkeypatch, way: str) -> Launches:
         for _ in range(3):  # until every expert that the token uses is there
             output = model(ids[:, :1], use_cache=True, **{CACHE: cache_in(output)})
         if way != "torch":
-            by_gpu_kernels(model, count, monkeypatch)
+            by_gpu_kernels(model, count, monkeypatch, decoding)
             for layer in vismoe.runtime_of(model).pager.inventory.layers:  # the stand-ins' outputs choose any
                 list(vismoe.runtime_of(model).pager._bring_in(layer, None))
             if "every expert" not in way:
@@ -139,3 +145,9 @@ def test_a_decoded_layer_takes_as_many_launches_as_the_roofline_says(way, checkp
     assert outside == pytest.approx(LAYERS * known.rest + HEAD_LAUNCHES, rel=0.1), (
         count.outside
     )  # transformers' own; versions differ
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "torch"])
+def test_decoding_the_experts_of_a_layer_before_they_are_computed_is_one_launch_more(way, checkpoint, monkeypatch):
+    count = decoded_layer(checkpoint, monkeypatch, way, decoding=True)
+    assert count.inside["decode_many"] == LAYERS and sum(count.inside.values()) == LAYERS * (WAYS[way].experts + 1), count.inside

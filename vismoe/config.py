@@ -228,8 +228,8 @@ class Settings:
     eviction: Literal["lru", "lfu"] = option("lfu", "which expert leaves first, among those that may leave")
     packed_slabs: Literal["auto", "always", "never"] = option(
         "auto",
-        "on a CPU with lossless experts: hold them packed, in 0.70 of the bytes, and decode them while they are computed; auto: "
-        "where not all fit otherwise, and measured rates say that it pays",
+        "lossless experts: hold them packed, in 0.70 of the bytes, and decode them when they are computed; auto: as many as pay "
+        "by measured rates, where not all fit otherwise; on a GPU with --misses wait",
     )
     pinned_layers: Layers | Auto = option(  # L_pinned
         "auto", "first MoE layers whose experts never leave; auto takes what was calibrated, else none", "LAYERS"

@@ -86,6 +86,9 @@ def _rate_rows(profile: Profile, disk: DiskRates | None) -> list[tuple[str, str]
     rows = [("memory", f"{format_rate(dram.bytes_per_s)} with {threads}, {format_rate(dram.single_thread_bytes_per_s)} with one")]
     if profile.lossless_bytes_per_s:
         rows.append(("lossless", f"{format_rate(profile.lossless_bytes_per_s)} of bfloat16 are decoded by all usable cores"))
+    if profile.packed_extra_s_per_byte is not None:
+        longer = f"{profile.packed_extra_s_per_byte * 1e12:.0f} us longer for each MB of bfloat16"
+        rows.append(("", f"an expert's record is computed {longer} than its decoded weights"))
     rows += [(link.device, _link(link)) for link in profile.links]
     if disk:
         rows.append(("page cache", f"{format_rate(disk.cached_bytes_per_s)} when it holds the file"))

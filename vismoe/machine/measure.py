@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from vismoe.machine.disk import disk_rates
 from vismoe.machine.facts import facts, machine_key
 from vismoe.machine.profile import Profile
-from vismoe.machine.rates import FULL, QUICK, DiskRates, dram_rates, link_rates, lossless_rate
+from vismoe.machine.rates import FULL, QUICK, DiskRates, dram_rates, link_rates, lossless_rate, packed_extra
 
 
 def measure(path: str | os.PathLike[str], quick: bool = True, progress: bool = False) -> Profile:
@@ -22,12 +22,22 @@ def measure(path: str | os.PathLike[str], quick: bool = True, progress: bool = F
         disk = disk_rates(path, effort, advance)
         dram = dram_rates(found.usable_cores, effort.dram_bytes)
         lossless = lossless_rate(found.usable_cores, effort.dram_bytes // 4)
+        extra = packed_extra(effort.dram_bytes // 2)
         advance()
         links = []
         for device in devices:
             links.append(link_rates(device))
             advance()
-    return Profile(machine_key(found), time.time(), found, dram, (disk,), tuple(links), lossless_bytes_per_s=lossless)
+    return Profile(
+        machine_key(found),
+        time.time(),
+        found,
+        dram,
+        (disk,),
+        tuple(links),
+        lossless_bytes_per_s=lossless,
+        packed_extra_s_per_byte=extra,
+    )
 
 
 def measure_disk(path: str | os.PathLike[str], quick: bool = True, progress: bool = False) -> DiskRates:

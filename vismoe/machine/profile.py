@@ -35,6 +35,7 @@ class Profile:
     links: tuple[LinkRates, ...]
     schema: int = SCHEMA
     lossless_bytes_per_s: float | None = None  # of bfloat16 that all usable cores decode; None: by an earlier version
+    packed_extra_s_per_byte: float | None = None  # of an expert in bfloat16: how much longer its lossless record is computed
 
     @property
     def dram_bytes_per_s(self) -> float:

@@ -13,19 +13,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from vismoe.errors import TransferError
+from vismoe.kernels.cpu import ExpertKernel
 from vismoe.kernels.lossless import FastLossless
 from vismoe.machine.hardware import host_memory
 from vismoe.pools.advice import in_huge_pages
 from vismoe.pools.pool import SlabPool
-from vismoe.types import RecordLayout
+from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
 MIB = 2**20
 ROUNDS = 5
 LINK_REQUESTS_BYTES = (MIB, 8 * MIB, 64 * MIB)
 LOSSLESS_BYTES = 8 * MIB  # of one expert
+HIDDEN, INNER = 2048, 768  # of an expert of Qwen3-30B-A3B
 LINK_COPIES = 4  # queued at a time, each of a slab of its own
 
 
@@ -164,6 +167,32 @@ def lossless_rate(threads: int, nbytes: int) -> float:
             list(pool.map(codec.decode, records, slabs))
             best = min(best, time.perf_counter() - began)
     return len(records) * LOSSLESS_BYTES / best
+
+
+def packed_extra(nbytes: int) -> float:
+    """By how many seconds per byte of an expert in bfloat16 the CPU kernels take longer to compute it for one token from its
+    lossless record than from its weights, 0 where they do not; `nbytes` of weights and records, in no cache."""
+    raw = RecordLayout.of({"up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}, dict.fromkeys(("up", "down"), torch.bfloat16))
+    codec, weights = FastLossless(raw), torch.empty(raw.record_bytes, dtype=torch.uint8)
+    weights.view(torch.bfloat16).normal_(0, 0.02)
+    encoded, form = codec.encode(weights), ExpertForm("up", "down", False, Gate.CONCATENATED, Activation.SILU)
+    hidden, count = torch.randn(1, HIDDEN).bfloat16(), max(1, nbytes // 2 // raw.record_bytes)
+    out, tokens, starts = torch.empty(count, HIDDEN), np.zeros(count, np.int32), np.arange(count + 1, dtype=np.int32)
+    ways = []
+    for format, record, slab in ((Format.RAW, weights, raw), (Format.LOSSLESS, encoded, RecordLayout((), codec.most_bytes))):
+        kernel, pool = ExpertKernel.of(format, raw, slab, form), SlabPool(slab, count)
+        assert not isinstance(kernel, str), kernel
+        for number in range(count):
+            pool.record(number)[: len(record)] = record
+        ways.append((kernel, pool, pool.addresses.view(np.uint64)))
+    spans: tuple[list[float], ...] = ([], [])
+    for _round in range(3 * ROUNDS):  # a difference needs more than a rate
+        for (kernel, _, addresses), seconds in zip(ways, spans, strict=True):
+            began = time.perf_counter()
+            kernel.parts(addresses, starts, tokens, np.ones(count, np.float32), hidden, out)
+            seconds.append(time.perf_counter() - began)
+    from_weights, from_records = map(min, spans)
+    return max(0.0, from_records - from_weights) / (count * raw.record_bytes)
 
 
 # ------------------------------------------------------------------ a GPU and its link

@@ -67,11 +67,11 @@ class Decoding:
     """How a device decodes the records that the first host tier keeps encoded, in the lossless format.
 
     staging: on the device, of the largest encoded record, a slab for each copy stream. decoders: per geometry, (encoded record,
-    slab's record), queued on the current stream.
+    slab's record), queued on the current stream; None: its slabs hold records as they are.
     """
 
     staging: SlabPool
-    decoders: Sequence[Callable[[torch.Tensor, torch.Tensor], None]]
+    decoders: Sequence[Callable[[torch.Tensor, torch.Tensor], None] | None]
 
 
 class DeviceMover:
@@ -103,17 +103,18 @@ class DeviceMover:
             record, there = lease.pool.record(lease.slab), pool.record(ticket.slab)
             event = self._last_read.get((ticket.geometry, ticket.slab))
             stream = self._unasked if unasked else self._demanded
+            decoder = decoding.decoders[ticket.geometry] if decoding is not None else None
             nbytes = pool.bytes_of(ticket.slab) if decoding is None else content_bytes(record)
             with self._queueing[unasked], torch.cuda.stream(stream):
-                if decoding is not None:
+                if decoding is not None and decoder is not None:
                     staged = decoding.staging.record(int(unasked))[:nbytes]
                     staged.copy_(record[:nbytes], non_blocking=True)
                 if event is not None:
                     stream.wait_event(event)
-                if decoding is not None:
-                    decoding.decoders[ticket.geometry](staged, there)
+                if decoder is not None:
+                    decoder(staged, there)
                 else:
-                    there.copy_(record, non_blocking=True)
+                    there[:nbytes].copy_(record[:nbytes], non_blocking=True)
                 copied = stream.record_event()
             copied.synchronize()
         return Moved(disk_bytes=lease.disk_bytes, link_bytes=nbytes)

@@ -22,10 +22,11 @@ from vismoe.planning.apportion import (
     record_bytes,
     safe_slabs,
 )
+from vismoe.planning.hierarchy import corners
 from vismoe.planning.needs import Footprint, Hardware, decode_read_bytes
 from vismoe.planning.parts import PlanPart, draft_part, fixed_parts, image_cache_part, request_part, staging_part, total
 from vismoe.planning.sizes import percent_up, size_down, size_up
-from vismoe.planning.throughput import PassLayer
+from vismoe.planning.throughput import MachineRates, PassLayer, expected
 
 SHORT_CONTEXT = 512  # tokens: the least context that a machine should serve
 AUTO_SHARE = 0.8  # the most of the free device memory that memory="auto" takes
@@ -139,17 +140,49 @@ class Case:
         loads = []
         for layer in inventory.layers:
             raw = inventory.raw_layouts[layer.geometry].payload_bytes
+            packed = self.need.packed_from is not None and layer.index >= self.need.packed_from
+            slab_bytes = (inventory.raw_layouts if packed else slabs)[layer.geometry].record_bytes
+            decode_s, restore_s = self._decoding(slab_bytes, packed)
             loads.append(
                 PassLayer(
                     experts=layer.num_experts,
                     top_k=layer.top_k,
-                    expert_bytes=slabs[layer.geometry].record_bytes,
+                    expert_bytes=slab_bytes,
+                    decode_s=decode_s,
+                    restore_s=restore_s,
                     resident=1.0 if layer.index < prefix else share,
                     other_bytes=other_bytes,
                     row_flop=2 * (other_bytes + layer.top_k * raw) / item,  # a multiplication and an addition for each weight
                 )
             )
         return loads
+
+    def _decoding(self, raw_bytes: int, packed: bool) -> tuple[float, float]:
+        """Seconds of an expert of lossless records: while it is computed, while it is read."""
+        packing = self.need.packing
+        if packing is None:
+            return 0.0, 0.0
+        if packed:
+            return raw_bytes * packing.rates.extra_s_per_byte, 0.0
+        return 0.0, raw_bytes / packing.rates.decode_bytes_per_s
+
+    def quickest(self, rates: MachineRates) -> "Case":
+        """The case in which slabs hold lossless experts raw, packed or both, whichever passes of its rows take the shortest
+        time."""
+        packing = self.need.packing
+        if packing is None or self.expert_bytes >= self.need.inventory.slab_bytes:
+            return self
+        held = [
+            dataclasses.replace(self, need=self.need.holding(first))
+            for first in corners(self.need.inventory, packing.layouts, self._mixed_bytes, packing.must)
+        ]
+        there = [case for case in held if case.has_room()] or [self]
+        return min(there, key=lambda case: expected(self.rows, case.loads(), rates).seconds)
+
+    @property
+    def _mixed_bytes(self) -> int:
+        """`expert_bytes`, if slabs hold both."""
+        return dataclasses.replace(self, need=self.need.holding(1)).expert_bytes
 
     def division(self) -> Division:
         """The division; raises the refusal if there is none."""

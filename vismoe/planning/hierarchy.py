@@ -1,17 +1,28 @@
-"""How expert memory is divided over three places: raw in slabs, packed (lossless records in slabs), and on disk. Pure.
+"""How slabs hold experts that are stored lossless: decoded (raw), or as the record is (packed), which takes 0.70 of the bytes.
 
 FluxMoE's rule (its equation 8: by bandwidth) holds only while no place is full. Here memory is, so a small program is solved.
 Of all experts, x are raw, y packed and z on disk:
 
     minimise y d + z k    with    x + y + z = 1,  x + rho y <= m
 
-m is what memory holds of all raw experts, rho a packed record's bytes over a raw one's, d the seconds of decoding one, and k the
-seconds of reading a packed record. A raw expert saves k for one unit of memory, a packed one k - d for rho: packed goes first iff
-d < (1 - rho) k.
+m is what memory holds of all raw experts, rho a packed record's bytes over a raw one's, d the seconds by which computing from a
+packed record takes longer, and k the seconds of reading one, and of decoding it where slabs are raw. Its solution is at a corner:
+raw and disk, packed and disk, or, where all fit packed, raw and packed. `corners` gives those that memory has room for, and the
+planner takes the one whose passes take the shortest time, for every number of rows (plan.py).
+
+Raw beside packed means whole layers: the first ones are raw. Time is a sum over layers, in which it makes no difference which
+experts are packed, if all are wanted alike; a layer in one format needs no table of formats, and changes none.
 """
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from vismoe.planning.apportion import experts_of, record_bytes
+from vismoe.types import ExpertInventory, MoELayer, RecordLayout
+
+LOSSLESS_SHARE = 0.70  # of bfloat16's bytes: rho, where records are not there to be looked at (docs/formats.md)
 
 
 class Shares(NamedTuple):
@@ -21,47 +32,81 @@ class Shares(NamedTuple):
     packed: float
     disk: float
 
-    def cost(self, decode_s: float, read_s: float) -> float:
-        """Seconds of decoding and reading per demanded expert, where all are demanded equally often."""
-        return self.packed * decode_s + self.disk * read_s
-
 
 @dataclass(frozen=True)
 class PackedRates:
-    """By which it is decided. `unmeasured`: which of them are nominal."""
+    """By which it is decided, in bytes of raw experts. `unmeasured`: which of them are nominal."""
 
-    decode_bytes_per_s: float  # of raw experts, on all cores
-    read_bytes_per_s: float  # of records; from the page cache, where that holds them
+    extra_s_per_byte: float  # of computing an expert for one token from its record, over computing it from raw weights
+    decode_bytes_per_s: float  # of decoding records into raw slabs while they are read; infinite where nothing waits for that
     unmeasured: tuple[str, ...] = ()
-
-    def seconds(self, raw_bytes: int, packed_bytes: int) -> tuple[float, float]:
-        """(d, k) for experts of these sizes."""
-        return raw_bytes / self.decode_bytes_per_s, packed_bytes / self.read_bytes_per_s
 
     def says(self, shares: Shares) -> str:
         """What was decided, and by which rates."""
         parts = ", ".join(f"{share:.0%} {name}" for name, share in shares._asdict().items())
-        rates = f"{self.decode_bytes_per_s / 1e9:.1f} GB/s, reading {self.read_bytes_per_s / 1e9:.1f} GB/s"
+        costs = f"computing packed ones takes {self.extra_s_per_byte * 1e12:.1f} us per MB longer"
+        if math.isfinite(self.decode_bytes_per_s):
+            costs += f", decoding raw ones runs at {self.decode_bytes_per_s / 1e9:.1f} GB/s"
         source = f"{' and '.join(self.unmeasured)} not measured; run vismoe doctor" if self.unmeasured else "measured"
-        return f"experts: {parts}; decoding {rates} ({source})"
+        return f"experts: {parts}; {costs} ({source})"
 
 
-def divide(memory: float, rho: float, decode_s: float, read_s: float) -> Shares:
-    """The cheapest division of `memory` (m above)."""
-    if memory >= 1 or decode_s >= (1 - rho) * read_s:
-        raw = min(1.0, memory)
-        return Shares(raw, 0.0, 1.0 - raw)
-    if memory <= rho:
-        return Shares(0.0, memory / rho, 1.0 - memory / rho)
-    raw = (memory - rho) / (1 - rho)
-    return Shares(raw, 1.0 - raw, 0.0)
+@dataclass(frozen=True)
+class Packing:
+    """How slabs could hold records as they are stored."""
+
+    layouts: tuple[RecordLayout, ...]  # per geometry, of the largest record
+    rates: PackedRates
+    must: bool = False  # wherever not all experts fit raw
+    workspace_bytes: int = 0  # of the backend that computes them, and raw ones beside them
+    scratch_bytes: int = 0  # of a reading thread, which decodes records for raw slabs alone
+    ring_bytes: int = 0  # on a GPU: of raw records that are decoded just before they are computed
 
 
-def in_one_format(memory: float, rho: float, decode_s: float, read_s: float) -> Shares:
-    """The same for slabs that are all raw or all packed: what it would keep raw is packed as well, if that still pays."""
-    raw = min(1.0, memory)
-    without = Shares(raw, 0.0, 1.0 - raw)
-    if not divide(memory, rho, decode_s, read_s).packed:
-        return without
-    packed = min(1.0, memory / rho)
-    return min(without, Shares(0.0, packed, 1.0 - packed), key=lambda shares: shares.cost(decode_s, read_s))
+def packed_from(
+    inventory: ExpertInventory, layouts: tuple[RecordLayout, ...], first: int
+) -> tuple[ExpertInventory, tuple[int, ...]]:
+    """(the same experts, with packed slabs from MoE layer `first` on; the former geometry of each geometry).
+
+    layouts: per geometry, of packed slabs. A geometry whose layers are divided becomes two, the raw one first.
+    """
+    kinds = sorted({(layer.index >= first, layer.geometry) for layer in inventory.layers})
+    raw = [inventory.raw_layouts[geometry] for _, geometry in kinds]
+    own = [inventory.own_layouts[geometry] for _, geometry in kinds] if inventory.own_layouts else []
+    slabs = [layouts[geometry] if packed else inventory.layouts[geometry] for packed, geometry in kinds]
+
+    def moved(layer: MoELayer) -> MoELayer:
+        return dataclasses.replace(layer, geometry=kinds.index((layer.index >= first, layer.geometry)))
+
+    changed = dataclasses.replace(
+        inventory,
+        layers=tuple(moved(layer) for layer in inventory.layers),
+        layouts=tuple(slabs),
+        model_layouts=tuple(raw),
+        own_layouts=tuple(own),
+    )
+    return changed, tuple(geometry for _, geometry in kinds)
+
+
+def corners(inventory: ExpertInventory, layouts: tuple[RecordLayout, ...], expert_bytes: int, must: bool) -> list[int | None]:
+    """Where the program can have its solution: the first layer with packed slabs, None: there is none.
+
+    must: only those with packed slabs, unless all experts fit raw.
+    """
+    if expert_bytes >= inventory.slab_bytes:
+        return [None]
+    found: list[int | None] = [0] if must else [None, 0]
+    saved = [raw.record_bytes - packed.record_bytes for raw, packed in zip(inventory.layouts, layouts, strict=True)]
+    spare, first = expert_bytes - record_bytes_of(inventory, layouts), 0
+    for layer in inventory.layers:
+        spare -= layer.num_experts * saved[layer.geometry]
+        if spare < 0:
+            break
+        first += 1
+    return [*found, first] if first else found
+
+
+def record_bytes_of(inventory: ExpertInventory, layouts: tuple[RecordLayout, ...]) -> int:
+    """Bytes of all experts in slabs of these layouts."""
+    packed = dataclasses.replace(inventory, layouts=layouts)
+    return record_bytes(packed, experts_of(inventory.layers, len(layouts)))

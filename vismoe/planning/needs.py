@@ -3,10 +3,12 @@
 `vismoe.models.load.footprint` measures a `Footprint` on the meta device; `vismoe.machine.hardware` probes `Hardware`.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from vismoe.planning.hierarchy import Packing, packed_from
 from vismoe.pools.kernel_cache import BYTES_PER_ENTRY, ENTRIES
 from vismoe.types import ExpertInventory, RecordLayout
 
@@ -91,6 +93,8 @@ class Footprint:
     workspace_bytes: int = 0  # of the backend that computes experts on the device
     host_workspace_bytes: int = 0  # of the backend that computes experts in host memory
     encoded: tuple[RecordLayout, ...] = ()  # per geometry, of records that host memory keeps encoded and the device decodes
+    packing: Packing | None = None  # how slabs could hold lossless records as they are; None: they cannot
+    packed_from: int | None = None  # the first MoE layer whose slabs do
     transposed: tuple[frozenset[str], ...] = ()  # per geometry, matrices that the model keeps as [in, out]; empty: none
     pinned_by_share: tuple[tuple[float, int], ...] = ()  # calibrated: (share of the experts in memory, MoE layers worth pinning)
     draft_bytes: int = 0  # of all experts of the decoder in the format that drafts; 0 without such a pool
@@ -101,6 +105,22 @@ class Footprint:
         """Bytes of the prefill, for the backend that computes the experts."""
         curve = self.prefill_by_kernels if self.by_kernels else None
         return (curve or self.prefill)(context)
+
+    def holding(self, first: int | None) -> "Footprint":
+        """The same with packed slabs from MoE layer `first` on, of a footprint without any; None: still without."""
+        packing = self.packing
+        if first is None or packing is None:
+            return self
+        inventory, origin = packed_from(self.inventory, packing.layouts, first)
+        return dataclasses.replace(
+            self,
+            packed_from=first,
+            inventory=inventory,
+            encoded=tuple(self.encoded[geometry] for geometry in origin if self.encoded),
+            transposed=tuple(self.transposed[geometry] for geometry in origin if self.transposed),
+            workspace_bytes=packing.workspace_bytes,
+            scratch_bytes=self.scratch_bytes - (packing.scratch_bytes if first == 0 else 0),
+        )
 
     @property
     def backbone_bytes(self) -> int:

@@ -111,8 +111,13 @@ def staging_part(need: Footprint, io_threads: int) -> list[PlanPart]:
 
 def decoding_part(need: Footprint) -> list[PlanPart]:
     """Where encoded records arrive on a GPU, which decodes them into slabs."""
-    largest = max((layout.record_bytes for layout in need.encoded), default=0)
-    return part_of("encoded copies", COPY_STREAMS * largest, "one on each copy stream, to be decoded into a slab")
+    decoded = need.encoded if need.packed_from != 0 else ()
+    largest = max((layout.record_bytes for layout in decoded), default=0)
+    ring = need.packing.ring_bytes if need.packing is not None and need.packed_from is not None else 0
+    return [
+        *part_of("encoded copies", COPY_STREAMS * largest, "one on each copy stream, to be decoded into a slab"),
+        *part_of("decoding ring", ring, "experts that are decoded just before they are computed"),
+    ]
 
 
 def image_cache_part(need: Footprint, nbytes: int) -> list[PlanPart]:

@@ -13,6 +13,7 @@ from vismoe.config import Settings, format_bytes
 from vismoe.errors import ConfigError
 from vismoe.planning.apportion import most_pinned, resident_experts
 from vismoe.planning.case import AUTO_SHARE, Case, FittingPair, fitting_pairs
+from vismoe.planning.hierarchy import Shares
 from vismoe.planning.host_size import host_tier
 from vismoe.planning.needs import CacheLayer, Curve, Footprint, Hardware
 from vismoe.planning.parts import PlanPart, expert_parts, mask_room, total
@@ -56,6 +57,7 @@ class Plan:
     passes: tuple[ExpectedPass, ...] = ()  # expected of one row, and of `rows`
     checks: tuple[ExpectedPass, ...] = ()  # of 1, 2, ... rows of one sequence, where tokens are drafted
     rates: MachineRates = UNMEASURED  # behind that
+    packed_from: int | None = None  # the first MoE layer whose slabs hold lossless records as they are
     mask_bytes: int = 0  # the most that explicit attention masks may take
     low_slabs: tuple[int, ...] = ()  # slabs of a pair's second format, as in Division; `slabs` are those of the better one
     hot_quota: tuple[int, ...] = ()
@@ -73,6 +75,12 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         return total(self.host_parts)
+
+    def shares(self, inventory: ExpertInventory) -> Shares:
+        """Of the experts of this inventory, which slabs hold raw, packed, or not at all."""
+        unpacked = sum(layer.num_experts for layer in inventory.layers[: self.packed_from])
+        raw, resident = (min(count, self.resident_experts) / self.total_experts for count in (unpacked, self.total_experts))
+        return Shares(raw, resident - raw, 1 - resident)
 
     def bytes_of(self, name: str) -> int:
         """Bytes of the part with this name; 0 if the plan has none."""
@@ -135,6 +143,8 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware, rates: Ma
     least = case = Case(footprint, settings, hardware)
     if settings.parallel == "auto":
         case = dataclasses.replace(case, settings=dataclasses.replace(settings, parallel=_best_rows(case, rates)))
+    case, decoded_bytes = case.quickest(rates), inventory.slab_bytes
+    footprint, inventory = case.need, case.need.inventory
     division = case.division()
     emulated = settings.emulated_link_bytes_per_s is not None
     parts = (*case.fixed_parts(), *expert_parts(inventory, division, settings.pair, emulated))
@@ -159,7 +169,8 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware, rates: Ma
         rows=case.rows,
         passes=tuple(expected(rows, case.loads(), rates) for rows in dict.fromkeys((1, case.rows))),
         checks=tuple(expected(rows, case.loads(), rates) for rows in checked),
-        rates=rates,
+        rates=rates.of_slabs(inventory.slab_bytes / decoded_bytes),
+        packed_from=footprint.packed_from,
         mask_bytes=mask_room(footprint, settings.context, settings.mask_bytes),
         low_slabs=division.low_slabs,
         hot_quota=division.hot_quota,
@@ -173,7 +184,7 @@ def _best_rows(case: Case, rates: MachineRates) -> int:
 
     def loads(rows: int) -> list[PassLayer] | None:
         tried = dataclasses.replace(case, settings=dataclasses.replace(case.settings, parallel=rows))
-        return tried.loads() if rows == 1 or tried.has_room() else None
+        return tried.quickest(rates).loads() if rows == 1 or tried.has_room() else None
 
     return best_rows(case.settings.rows, loads, rates, case.settings.latency).rows
 

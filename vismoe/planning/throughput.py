@@ -10,6 +10,7 @@ FluxMoE's planner on this core, per pass of B rows. S(B) of the experts are resi
 X is not largest for the most rows: where a row takes many experts' room, further rows read more than they share.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,6 +35,10 @@ class MachineRates:
     row_s: float = 6e-5  # of a row in it: its attention, which runs row by row
     assumed: tuple[str, ...] = ()
 
+    def of_slabs(self, share: float) -> "MachineRates":
+        """The same for slabs of `share` of the bytes that hold as much."""
+        return dataclasses.replace(self, missing_bytes_per_s=self.missing_bytes_per_s * share)
+
 
 UNMEASURED = MachineRates()
 
@@ -44,10 +49,12 @@ class PassLayer:
 
     experts: int  # E
     top_k: int  # K
-    expert_bytes: int  # of a slab
+    expert_bytes: int  # of a slab; of a raw one, where it holds a lossless record
     resident: float  # share of the experts, 0 to 1: how many of the wanted ones are hits, if all are wanted alike
     other_bytes: int  # weights beside the experts that a pass reads once
     row_flop: float  # arithmetic of one row
+    decode_s: float = 0.0  # of each wanted expert, whose slab holds its lossless record (hierarchy.py)
+    restore_s: float = 0.0  # of each missing one, whose record is decoded into its slab
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,11 @@ def wanted_share(rows: int, experts: int, top_k: int) -> float:
 
 def layer_seconds(rows: int, layer: PassLayer, rates: MachineRates) -> tuple[float, float]:
     """(T_c, T_l) of one layer in a pass of `rows`."""
-    wanted = wanted_share(rows, layer.experts, layer.top_k) * layer.experts * layer.expert_bytes
-    read = (layer.other_bytes + wanted) / rates.weights_bytes_per_s
+    wanted = wanted_share(rows, layer.experts, layer.top_k) * layer.experts
+    read = (layer.other_bytes + wanted * layer.expert_bytes) / rates.weights_bytes_per_s + wanted * layer.decode_s
     arithmetic = rates.layer_s + rows * (rates.row_s + layer.row_flop / rates.flop_per_s)
-    return read + arithmetic, wanted * (1 - layer.resident) / rates.missing_bytes_per_s
+    missing_s = layer.expert_bytes / rates.missing_bytes_per_s + layer.restore_s
+    return read + arithmetic, wanted * (1 - layer.resident) * missing_s
 
 
 def expected(rows: int, layers: Iterable[PassLayer], rates: MachineRates) -> ExpectedPass:

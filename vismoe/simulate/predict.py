@@ -31,6 +31,7 @@ from vismoe.models.load.reading import place_table
 from vismoe.paging.miss import Rates
 from vismoe.pair import Format
 from vismoe.planning.case import Case
+from vismoe.planning.hierarchy import LOSSLESS_SHARE
 from vismoe.planning.needs import Footprint
 from vismoe.planning.pair_split import quotas
 from vismoe.planning.plan import Plan
@@ -49,7 +50,6 @@ SAMPLED_LAYERS = 16  # replayed of more: tests compare with all of them
 SETTLING, COUNTED = 32, 32  # decode steps that fill the slabs, and those whose time counts
 WARMING = 512  # decode steps from which hotness knows the experts before
 ROUNDS = 32  # of drafts; the second half counts
-LOSSLESS_SHARE = 0.70  # of bfloat16's bytes (docs/formats.md)
 FIDELITY = 0.95  # of the experts that a draft names, the share that its row is routed to: an assumption
 
 

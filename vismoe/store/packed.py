@@ -79,7 +79,8 @@ class PackedStore(StoreOnDisk):
         self.scratch_bytes = 0 if all(codec.fixed_bytes for codec in contents.codecs) else largest_bytes
         self.stretch_bytes = largest_bytes
         self.bounce_bytes = 0  # slabs and records both begin on a block
-        self._folder, self._index, self._encoded = folder, index, False
+        self._folder, self._index = folder, index
+        self._encoded_from = len(contents.layers)  # the first layer whose records stay encoded: none
         self._verified = np.zeros(len(index.records), dtype=bool)
         self._scratch = ThreadBuffer(partial(block_buffer, largest_bytes))  # for encoded records
         self._shards = [_Shard(shard_path(folder, self.format, file), size) for file, size in enumerate(index.file_bytes)]
@@ -96,10 +97,11 @@ class PackedStore(StoreOnDisk):
         refuse_other(folder, index.contents, wanted)
         return cls(folder, index, wanted)
 
-    def encoded(self) -> "PackedStore":
-        """The same store and the same open files, but reads leave records encoded. Closing one closes both."""
+    def encoded(self, first: int = 0) -> "PackedStore":
+        """The same store and the same open files, but reads leave the records of MoE layers from `first` on encoded. Closing one
+        closes both."""
         other = copy.copy(self)
-        other._encoded, other.scratch_bytes = True, 0
+        other._encoded_from, other.scratch_bytes = first, self.scratch_bytes if first else 0
         return other
 
     @property
@@ -123,16 +125,17 @@ class PackedStore(StoreOnDisk):
         """
         codec = self.contents.codec(expert.layer)
         stored, files = self._index.records[self._index.position(expert)], self._files.hold()
-        least_bytes = stored.nbytes if self._encoded else codec.slab.record_bytes
+        encoded = expert.layer >= self._encoded_from
+        least_bytes = stored.nbytes if encoded else codec.slab.record_bytes
         assert record.dtype is torch.uint8 and record.is_contiguous() and record.numel() >= least_bytes, record.shape
         try:
-            if self._encoded or codec.fixed_bytes is not None:
+            if encoded or codec.fixed_bytes is not None:
                 self._fetch(files, expert, stored, record.numpy()[: stored.nbytes])
                 codec.check_header(record[: stored.nbytes])
             else:
-                encoded = self._scratch.memory[: stored.nbytes]
-                self._fetch(files, expert, stored, encoded)
-                codec.decode(torch.from_numpy(encoded), record)
+                scratch = self._scratch.memory[: stored.nbytes]
+                self._fetch(files, expert, stored, scratch)
+                codec.decode(torch.from_numpy(scratch), record)
         except CheckpointError as error:
             raise naming_expert(expert, error) from error
         return stored.nbytes

@@ -97,7 +97,8 @@ class GpuKernel:
         """parts float32 `[P, H]` = routing weight times expert(x), for the pairs in `tiles`; other rows are left as they are.
 
         x `[T, H]`; factors `[T, K]`; places int32 `[P]`: the index of each pair in factors; tiles int64 `[3, n]` as made by
-        `tiles_of` with `rows` pairs at most; activated `[P, I]` of x's type is overwritten. All on one device, contiguous.
+        `tiles_of` with `rows` pairs at most (of more than three rows the others are not read); activated `[P, I]` of x's type is
+        overwritten. All on one device, contiguous.
         """
         assert x.dtype == self.dtype, "raw weights are read as the type of the hidden states"
         programs, interpreted = _programs()
@@ -155,19 +156,20 @@ def combine(parts: Tensor, sums: Tensor, count: int, out: Tensor, adding: bool =
         programs.combine[grid](parts, sums, count, out, HIDDEN=hidden, ADDING=adding, **block, enable_fp_fusion=False)
 
 
-def arrange(ids: Tensor, addresses: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def arrange(ids: Tensor, addresses: Tensor, experts: int, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(tiles int64 `[3, T * K]` of one pair each, sums int32 of T tokens) on the device, from ids int64 `[T, K]`; by one launch.
 
-    addresses int64 `[E]`: of the records of a layer's experts, all resident.
+    addresses int64 `[E]`: of the records of a layer's experts, all resident. With slots int64 `[T * K or more]`, addresses, the
+    tiles lie in these slots, each expert in one of them, and a fourth row says which record belongs into each slot; 0: none.
     """
     programs, _ = _programs()
     tokens, top_k = ids.shape
     pairs = ids.numel()
-    assert 0 < pairs <= MOST_ARRANGED, (tokens, top_k)
-    tiles = torch.empty(3, pairs, dtype=torch.int64, device=ids.device)
+    assert 0 < pairs <= MOST_ARRANGED and (slots is None or pairs <= len(slots)), (tokens, top_k)
+    tiles = torch.empty(3 if slots is None else 4, pairs, dtype=torch.int64, device=ids.device)
     sums = torch.empty(2 * tokens + 1 + pairs, dtype=torch.int32, device=ids.device)
     fitting = 1 << pairs.bit_length()  # more than the pairs: where the last sum ends is written too
-    programs.arrange[(1,)](ids, addresses, tiles, sums, tokens, pairs, EXPERTS=experts, TOP_K=top_k, PAIRS=fitting)
+    programs.arrange[(1,)](ids, addresses, slots, tiles, sums, tokens, pairs, EXPERTS=experts, TOP_K=top_k, PAIRS=fitting)
     return tiles, sums
 
 

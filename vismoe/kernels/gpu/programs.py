@@ -1,5 +1,5 @@
 """The Triton programs: products of tokens with experts that lie in slabs, and ordered sums, which `experts` launches; and the
-decoder of lossless records, which `lossless` launches.
+decoders of lossless records, which `lossless` launches.
 
 A product's program computes one tile: up to BM pairs of one expert, times BN columns. The expert's record is found by its
 address, so one launch serves experts anywhere in the pool. Weights are decoded in registers to the type of the inputs, as torch
@@ -14,7 +14,8 @@ misread bfloat16.
 import triton
 import triton.language as tl
 
-SMALL = ["places", "factors", "tiles", "sums_of", "ids"]  # whether these are aligned decides nothing: one compilation suffices
+# Whether these are aligned decides nothing: one compilation suffices.
+SMALL = ["places", "factors", "tiles", "sums_of", "ids", "records"]
 LOAD_BYTES = tl.constexpr(32)  # of codes that hold one input per byte and lane (formats/affine.py)
 
 
@@ -209,7 +210,7 @@ def combine(parts, sums_of, count, out, HIDDEN: tl.constexpr, ADDING: tl.constex
 
 @triton.jit(do_not_specialize=["tokens", "pairs"], do_not_specialize_on_alignment=SMALL)
 def arrange(
-    ids, addresses, tiles, sums_of, tokens, pairs,
+    ids, addresses, slots, tiles, sums_of, tokens, pairs,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """tiles and sums_of for `up`, `down` and `combine`, from ids int64 `[tokens, TOP_K]` and the addresses int64 `[EXPERTS]` of a
@@ -217,12 +218,20 @@ def arrange(
 
     Ids below 0 or from EXPERTS on are sentinels: their tiles are empty, and no sum has them. PAIRS: a power of two > `pairs`. One
     program.
+
+    slots int64 `[pairs]` or None: where records will have been decoded. A tile then has the address of the slot of the first pair
+    with its expert, and a fourth row of `tiles` what `decode_many` shall read for each slot: 0 for those that no tile reads.
     """
     p = tl.arange(0, PAIRS)
     q = tl.arange(0, PAIRS)
     mine, other = tl.load(ids + p, mask=p < pairs, other=EXPERTS), tl.load(ids + q, mask=q < pairs, other=EXPERTS)
     real, real_other = (mine >= 0) & (mine < EXPERTS), (other >= 0) & (other < EXPERTS)
-    tl.store(tiles + p, tl.load(addresses + tl.where(real, mine, 0)), mask=p < pairs)
+    record = tl.load(addresses + tl.where(real, mine, 0))
+    if slots is not None:
+        first = tl.min(tl.where(other[None, :] == mine[:, None], q[None, :], PAIRS), 1)
+        tl.store(tiles + 3 * pairs + p, tl.where(real & (first == p), record, 0), mask=p < pairs)
+        record = tl.load(slots + first, mask=p < pairs, other=0)
+    tl.store(tiles + p, record, mask=p < pairs)
     tl.store(tiles + pairs + p, p.to(tl.int64), mask=p < pairs)
     tl.store(tiles + 2 * pairs + p, real.to(tl.int64), mask=p < pairs)
     token, token_of_other = p // TOP_K, q // TOP_K
@@ -284,13 +293,12 @@ def _unpack(source, out, nbytes, escapes, block):
 
 
 @triton.jit
-def decode(encoded, slab, sections, SECTIONS: tl.constexpr):
-    """slab uint8 = what the lossless record `encoded` uint8 holds; both begin on 64 bytes. Grid (blocks of all sections).
+def _decode_block(encoded, out, sections, block, SECTIONS: tl.constexpr):
+    """One block, counted over all sections, of the record at `encoded` into that at `out`; both uint8, on 64 bytes.
 
-    sections int64 `[3, SECTIONS]`: where each begins in the slab, its bytes, how many blocks are before it. What is left of a
+    sections int64 `[3, SECTIONS]`: where each begins when decoded, its bytes, how many blocks are before it. What is left of a
     section's last 64 bytes is overwritten: no other section has a part of them.
     """
-    block = tl.program_id(0).to(tl.int64)
     s = 0
     for i in tl.static_range(1, SECTIONS):
         s += (block >= tl.load(sections + 2 * SECTIONS + i)).to(tl.int32)
@@ -298,8 +306,28 @@ def decode(encoded, slab, sections, SECTIONS: tl.constexpr):
     block -= tl.load(sections + 2 * SECTIONS + s)
     row = encoded.to(tl.pointer_type(tl.int64)) + 3 * (1 + s)  # kind, offset, escapes
     source = encoded + tl.multiple_of(tl.load(row + 1), 64)
-    out = slab + tl.multiple_of(tl.load(sections + s), 64)
+    out += tl.multiple_of(tl.load(sections + s), 64)
     if tl.load(row) == 0:
         _copy_words(source, out, nbytes, block)
     else:
         _unpack(source, out, nbytes, tl.load(row + 2), block)
+
+
+@triton.jit
+def decode(encoded, slab, sections, SECTIONS: tl.constexpr):
+    """slab uint8 = what the lossless record `encoded` uint8 holds; sections as `_decode_block` has them. Grid (blocks of all)."""
+    _decode_block(encoded, slab, sections, tl.program_id(0).to(tl.int64), SECTIONS)
+
+
+@triton.jit(do_not_specialize_on_alignment=SMALL)
+def decode_many(records, ring, sections, SECTIONS: tl.constexpr, SLOT_BYTES: tl.constexpr):
+    """Slot i of ring uint8 `[slots, SLOT_BYTES]` = what the lossless record at the address `records[i]` holds; 0: as it was.
+
+    records int64 `[n]`; sections as `_decode_block` has them. Grid (blocks of all, n).
+    """
+    slot = tl.program_id(1).to(tl.int64)
+    record = tl.load(records + slot)
+    if record != 0:
+        encoded = tl.multiple_of(record.to(tl.pointer_type(tl.uint8)), 64)
+        out = ring + tl.multiple_of(slot * SLOT_BYTES, 64)
+        _decode_block(encoded, out, sections, tl.program_id(0).to(tl.int64), SECTIONS)

@@ -17,7 +17,7 @@ from vismoe.machine.choices import format_rate, read_bytes_per_s
 from vismoe.machine.hardware import cores
 from vismoe.machine.profile import Profile, disk_of, load_profile
 from vismoe.paging.miss import Rates, Ways
-from vismoe.planning.hierarchy import PackedRates
+from vismoe.planning.hierarchy import LOSSLESS_SHARE, PackedRates, record_bytes_of
 from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.throughput import (
     NOMINAL_CPU_BYTES_PER_S,
@@ -111,6 +111,8 @@ def machine_rates(
         missing = settings.emulated_link_bytes_per_s
     elif on_gpu:
         link_rate = rate(_link_rate(profile, torch.device("cuda")) if link else None, NOMINAL_LINK_BYTES_PER_S, "the link")
+        if needs.encoded:
+            link_rate *= inventory.slab_bytes / record_bytes_of(inventory, needs.encoded)
         missing = 1 / (host_share / link_rate + (1 - host_share) / missing)
     flop = NOMINAL_GPU_FLOP_PER_S if on_gpu else NOMINAL_CPU_FLOP_PER_S
     if needs.by_kernels and not on_gpu:
@@ -121,13 +123,18 @@ def machine_rates(
     return MachineRates(weights, flop, missing, overlaps=overlaps, assumed=tuple(assumed))
 
 
-def packed_rates(settings: Settings, read_bytes_per_s: float | None) -> PackedRates:
-    """How fast this machine decodes lossless records, and reads them, if that was measured."""
+def packed_rates(settings: Settings, device: torch.device) -> PackedRates:
+    """How fast lossless records are decoded here, and what computing from them costs, if that was measured."""
     profile = _profile(settings)
+    if device.type == "cuda":  # the copy stream decodes beside the kernels; for the ring a record is read, and written, once more
+        link = profile.link("cuda") if profile else None
+        rate = link.device_read_bytes_per_s if link else NOMINAL_GPU_BYTES_PER_S
+        return PackedRates((1 + LOSSLESS_SHARE) / rate, math.inf, () if link else ("the GPU's memory",))
     decode = profile.lossless_bytes_per_s if profile else None
-    unmeasured = tuple(what for what, rate in (("decoding", decode), ("reading", read_bytes_per_s)) if rate is None)
     nominal = DECODE_BYTES_PER_S[lossless_isas()[-1]] * cores()
-    return PackedRates(decode or nominal, read_bytes_per_s or NOMINAL_DISK_BYTES_PER_S, unmeasured)
+    extra = profile.packed_extra_s_per_byte if profile else None
+    unmeasured = tuple(what for what, rate in (("decoding", decode), ("computing", extra)) if rate is None)
+    return PackedRates(1 / (decode or nominal) if extra is None else extra, decode or nominal, unmeasured)
 
 
 def _profile(settings: Settings) -> Profile | None:

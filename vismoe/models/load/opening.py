@@ -9,7 +9,6 @@ where they exist for every geometry, and torch's otherwise; the choice and its r
 """
 
 import dataclasses
-import functools
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from vismoe.formats.encoded import encodings_of
 from vismoe.kernels import cpu
 from vismoe.kernels.codecs import codecs_of
 from vismoe.kernels.gpu import experts as gpu
+from vismoe.kernels.gpu.lossless import ring_bytes, ring_slots
 from vismoe.lookahead.calibration import Calibration
 from vismoe.machine.hardware import cores, probe
 from vismoe.models.family.families import expert_modules
@@ -40,7 +40,7 @@ from vismoe.models.moe.draft_pool import drafted_layers
 from vismoe.models.moe.gpu_experts import PAIRS_PER_CALL as GPU_PAIRS
 from vismoe.models.moe.heavy_hitters import hitters_bytes
 from vismoe.paging.miss import Ways
-from vismoe.planning.hierarchy import in_one_format
+from vismoe.planning.hierarchy import Packing, packed_from
 from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.pair_split import paired
 from vismoe.planning.plan import Plan
@@ -249,40 +249,73 @@ def settle(
     hardware: Hardware,
     table_bytes: int,
 ) -> tuple[Reading, Stores, Experts]:
-    """(the plan, the stores to read from, how slabs hold experts): packed where they are lossless, not all fit otherwise, and
-    measured rates say that it pays (planning/hierarchy.py)."""
-
-    def planned(stores: Stores, experts: Experts) -> Reading:
-        own = with_experts_of(needs, stores.reads, experts)
-        return settle_reading(own, settings, hardware, stores.reads, table_bytes)
-
-    reading, high = planned(stores, experts), stores.by_precision[0]
-    plan = reading.plan
-    lossless = experts.formats == (Format.LOSSLESS,) and isinstance(high, PackedStore) and hardware.device == "cpu"
-    if not lossless or settings.packed_slabs == "never" or settings.emulated_link_bytes_per_s is not None:
+    """(the plan, the stores to read from, how slabs hold experts): packed where they are lossless and not all fit otherwise, as
+    far as passes are expected to take less time so (planning/hierarchy.py)."""
+    own, packing = with_experts_of(needs, stores.reads, experts), _packing(model, stores, experts, settings)
+    if not isinstance(packing, Packing):
+        reading = settle_reading(own, settings, hardware, stores.reads, table_bytes)
+        return (_saying(reading, packing) if packing else reading), stores, experts
+    own = dataclasses.replace(own, packing=packing)
+    reading = settle_reading(own, settings, hardware, stores.reads, table_bytes)
+    first = reading.plan.packed_from
+    reading = _saying(reading, packing.rates.says(reading.plan.shares(experts.inventory)))
+    if first is None:
         return reading, stores, experts
+    high = stores.by_precision[0]
     assert isinstance(high, PackedStore)
-    inventory = dataclasses.replace(experts.inventory, layouts=high.encoded_layouts, model_layouts=experts.inventory.raw_layouts)
-    kernels = _kernels(forms_of(model, inventory), inventory, experts.formats) if experts.kernels else "torch computes"
-    if isinstance(kernels, str):
+    packed = _with_packed(model, experts, high.encoded_layouts, first)
+    assert isinstance(packed, Experts), packed
+    return reading, Stores([high.encoded(0 if experts.encoded else first)], stores.draft), packed
+
+
+def _packing(model: Any, stores: Stores, experts: Experts, settings: Settings) -> Packing | str:
+    """How slabs could hold records as they are stored, or why not; empty: nothing to say. Raises ConfigError."""
+    high, on_gpu = stores.by_precision[0], experts.gpu_kernels is not None
+    lossless = experts.formats == (Format.LOSSLESS,) and isinstance(high, PackedStore)
+    if not lossless or settings.packed_slabs == "never" or settings.emulated_link_bytes_per_s is not None:
+        return ""
+    assert isinstance(high, PackedStore)
+    why_not = "torch computes" if experts.kernels is None and not on_gpu else ""
+    if on_gpu and not experts.encoded:
+        why_not = "host memory holds them decoded"
+    packed = why_not or _with_packed(model, experts, high.encoded_layouts, 0)
+    if isinstance(packed, str):
         if settings.packed_slabs == "always":
-            raise ConfigError(f"packed_slabs='always': {kernels}. Fix: packed_slabs='auto' (--packed-slabs auto)")
-        return _saying(reading, f"experts lie decoded in slabs: {kernels}"), stores, experts
-    rates = packed_rates(settings, reading.bytes_per_s)
-    raw_bytes, packed_bytes = experts.inventory.slab_bytes, inventory.slab_bytes
-    decode_s, read_s = rates.seconds(raw_bytes, packed_bytes)
-    shares = in_one_format(
-        plan.resident_experts / plan.total_experts,
-        packed_bytes / raw_bytes,
-        0.0 if settings.packed_slabs == "always" else decode_s,
-        read_s,
+            raise ConfigError(f"packed_slabs='always': {packed}. Fix: packed_slabs='auto' (--packed-slabs auto)")
+        return f"experts lie decoded in slabs: {packed}"
+    return Packing(
+        high.encoded_layouts,
+        packed_rates(settings, torch.device("cuda" if on_gpu else "cpu")),
+        must=settings.packed_slabs == "always",
+        workspace_bytes=max(experts.workspace_bytes, packed.workspace_bytes),
+        scratch_bytes=stores.reads.scratch_bytes,
+        ring_bytes=ring_bytes(packed.inventory.raw_layouts, ring_slots(packed.inventory.layers)) if on_gpu else 0,
     )
-    if not shares.packed:
-        return _saying(reading, rates.says(shares)), stores, experts
-    backend = f"{experts.backend}; lossless records are decoded while they are computed"
-    experts = dataclasses.replace(experts, inventory=inventory, kernels=kernels, backend=backend)
-    stores = Stores([high.encoded()], stores.draft)
-    return _saying(planned(stores, experts), rates.says(shares)), stores, experts
+
+
+def _with_packed(model: Any, experts: Experts, layouts: tuple[RecordLayout, ...], first: int) -> Experts | str:
+    """The same with packed slabs from MoE layer `first` on, or why our kernels cannot compute them. layouts: per geometry, of
+    those slabs."""
+    inventory, origin = packed_from(experts.inventory, layouts, first)
+    forms, formats = forms_of(model, inventory), experts.formats
+    if experts.gpu_kernels is not None:
+        on_gpu = _gpu_kernels(forms, inventory, formats, experts.dtype)
+        if isinstance(on_gpu, str):
+            return on_gpu
+        served, when = dataclasses.replace(experts, gpu_kernels=on_gpu), "just before they are computed"
+    else:
+        kernels = _kernels(forms, inventory, formats)
+        if isinstance(kernels, str):
+            return kernels
+        served, when = dataclasses.replace(experts, kernels=kernels), "while they are computed"
+    return dataclasses.replace(
+        served,
+        inventory=inventory,
+        transposed=tuple(experts.transposed[geometry] for geometry in origin),
+        codecs=tuple(tuple(codecs[geometry] for geometry in origin) for codecs in experts.codecs),
+        backend=f"{experts.backend}; lossless records are decoded {when}",
+        encoded=tuple(experts.encoded[geometry] for geometry in origin if experts.encoded),
+    )
 
 
 def needs_of(
@@ -590,7 +623,11 @@ def _gpu_kernels(
     forms: Sequence[ExpertForm | str], inventory: ExpertInventory, formats: Sequence[Format], dtype: torch.dtype
 ) -> tuple[tuple[gpu.GpuKernel, ...], ...] | str:
     """The GPU kernels of every geometry, by precision, or why there are none."""
-    return _per_geometry(functools.partial(gpu.GpuKernel.of, dtype=dtype), forms, inventory, formats)
+
+    def kernel_of(format: Format, raw: RecordLayout, slab: RecordLayout, form: ExpertForm) -> gpu.GpuKernel | str:
+        return gpu.GpuKernel.of(format, raw, slab if slab.sections else raw, form, dtype)  # packed ones are decoded before
+
+    return _per_geometry(kernel_of, forms, inventory, formats)
 
 
 def _per_geometry(

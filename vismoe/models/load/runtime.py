@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from vismoe.errors import ConfigError, VisMoEError
-from vismoe.kernels.gpu.lossless import GpuDecoder
+from vismoe.kernels.gpu.lossless import DecodingRing, GpuDecoder, ring_slots
 from vismoe.lookahead.lookahead import Lookahead
 from vismoe.metrics import Metrics
 from vismoe.models.family.components import is_vision
@@ -330,9 +330,12 @@ def _mover(configuration: Configuration, tiers: Tiers) -> Mover:
             return EmulatedLinkMover(*hosts, bytes_per_s=emulated)
         decoding = None
         if encoded:
+            decoders = [
+                GpuDecoder(raw, device) if slab.sections else None
+                for raw, slab in zip(inventory.raw_layouts, inventory.layouts, strict=True)
+            ]
             largest = max(encoded, key=lambda layout: layout.record_bytes)
-            decoders = [GpuDecoder(raw, device) for raw in inventory.raw_layouts]
-            decoding = Decoding(SlabPool(largest, COPY_STREAMS, device), decoders)
+            decoding = Decoding(SlabPool(largest, COPY_STREAMS if any(decoders) else 0, device), decoders)
         return DeviceMover(*hosts, device=device, decoding=decoding)
 
 
@@ -367,7 +370,10 @@ def _backend(experts: Experts, device: torch.device) -> TorchExperts | FastExper
         return FastExperts(experts.inventory, experts.kernels)
     on_host = FastExperts(experts.inventory, experts.host_kernels) if experts.host_kernels is not None else None
     if experts.gpu_kernels is not None:
-        return GpuExperts(experts.inventory, experts.gpu_kernels, on_host)
+        inventory = experts.inventory
+        packed = [None if slab.sections else raw for raw, slab in zip(inventory.raw_layouts, inventory.layouts, strict=True)]
+        ring = DecodingRing(packed, ring_slots(inventory.layers), device) if any(packed) else None
+        return GpuExperts(inventory, experts.gpu_kernels, on_host, ring)
     return TorchExperts(experts.inventory, experts.codecs, device, on_host)
 
 

@@ -2,6 +2,7 @@
 
 Experts that are resident are launched at once, others as they arrive. Each pair of a token and an expert has a result of its own,
 in float32; they are added in ascending expert id and rounded once. So hits, misses and the order of arrival never change a bit.
+Where slabs hold encoded records, those of the experts that are computed next are decoded into a ring of raw ones, and read there.
 Shapes: hidden `[T, H]`, routing and factors `[T, K]`; P pairs, sorted by expert.
 """
 
@@ -16,6 +17,7 @@ import torch
 from vismoe.errors import UnsupportedModelError
 from vismoe.kernels import cpu
 from vismoe.kernels.gpu import experts as gpu
+from vismoe.kernels.gpu.lossless import DecodingRing
 from vismoe.models.moe.compute import FastExperts, FastWork
 from vismoe.paging.lent import Group, Lending
 from vismoe.paging.pager import Pager
@@ -34,10 +36,18 @@ def refuse_type(kernel: gpu.GpuKernel, hidden: torch.Tensor) -> None:
 
 
 class GpuExperts:
-    """`kernels`: per geometry, by precision. `host` computes what is lent from host memory."""
+    """`kernels`: per geometry, by precision. `host` computes what is lent from host memory. `ring`: given where slabs of some
+    geometries hold encoded records; their kernels read raw ones."""
 
-    def __init__(self, inventory: ExpertInventory, kernels: Sequence[Sequence[gpu.GpuKernel]], host: FastExperts | None = None):
-        self.inventory, self.kernels, self.host = inventory, kernels, host
+    def __init__(
+        self,
+        inventory: ExpertInventory,
+        kernels: Sequence[Sequence[gpu.GpuKernel]],
+        host: FastExperts | None = None,
+        ring: DecodingRing | None = None,
+    ):
+        assert ring is None or all(len(of) == 1 for of in kernels), "experts of a pair of formats are not decoded here"
+        self.inventory, self.kernels, self.host, self._ring = inventory, kernels, host, ring
         self._lying: list[np.ndarray] = []  # by geometry, the addresses of all experts when all were resident
         self._tables: list[torch.Tensor] = []  # by layer, the same on the device
         self._places = torch.empty(0, dtype=torch.int32)  # of pairs in the order of the choices
@@ -59,24 +69,36 @@ class GpuExperts:
                 torch.cuda.current_stream(device).synchronize()  # later passes may be on other streams
         return True
 
+    def ring_of(self, layer: int) -> DecodingRing | None:
+        """Where the experts of a layer are decoded before they are computed; None: their slabs hold them decoded."""
+        ring = self._ring
+        return ring if ring is not None and ring.decodes(self.inventory.layers[layer].geometry) else None
+
     def few_enough(self, layer: int, index: torch.Tensor) -> bool:
-        """Whether there are few enough pairs (token, choice) to give each a tile of its own, which reads its expert by itself."""
-        pairs = index.numel()
-        return pairs <= min(gpu.MOST_ARRANGED, max(index.shape[1], self.inventory.layers[layer].num_experts))
+        """Whether there are few enough pairs (token, choice) to give each a tile of its own, which reads its expert by itself,
+        and a slot, where experts are decoded first."""
+        pairs, ring = index.numel(), self.ring_of(layer)
+        most = gpu.MOST_ARRANGED if ring is None else min(gpu.MOST_ARRANGED, ring.slots)
+        return pairs <= min(most, max(index.shape[1], self.inventory.layers[layer].num_experts))
 
     def of_residents(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """A layer's output `[T, H]` after `all_resident`, where `few_enough`: four launches, and the host reads nothing.
+        """A layer's output `[T, H]` after `all_resident`, where `few_enough`: four launches, or five where experts are decoded
+        first, and the host reads nothing.
 
         The bits are those of `begin` and `run`. index `[T, K]` int64.
         """
-        (kernel,), experts = self.kernels[self.inventory.layers[layer].geometry], self.inventory.layers[layer].num_experts
+        geometry, experts = self.inventory.layers[layer].geometry, self.inventory.layers[layer].num_experts
+        (kernel,), ring = self.kernels[geometry], self.ring_of(layer)
         hidden, factors = hidden.contiguous(), factors.contiguous()
         pairs, device = index.numel(), hidden.device
         refuse_type(kernel, hidden)
         parts = torch.empty(pairs, kernel.hidden, dtype=torch.float32, device=device)
         activated, out = torch.empty(pairs, kernel.intermediate, dtype=hidden.dtype, device=device), torch.empty_like(hidden)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            tiles, sums = gpu.arrange(index.contiguous(), self._tables[layer], experts)
+            slots = None if ring is None else ring.addresses_there
+            tiles, sums = gpu.arrange(index.contiguous(), self._tables[layer], experts, slots)
+            if ring is not None:
+                ring.decode(geometry, tiles[3])
             kernel.parts(hidden, self._places, factors, tiles, gpu.FEW_ROWS, activated, parts)
             gpu.combine(parts, sums, len(hidden), out)
         return out
@@ -90,7 +112,8 @@ class _GpuWork:
         self, parent: GpuExperts, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor
     ):
         self._parent, self._layer, self._module, self._routing = parent, layer, module, routing
-        self._kernels = parent.kernels[parent.inventory.layers[layer].geometry]
+        self._geometry = parent.inventory.layers[layer].geometry
+        self._kernels, self._ring = parent.kernels[self._geometry], parent.ring_of(layer)
         refuse_type(self._kernels[0], hidden)
         self._hidden, self._factors = hidden.contiguous(), factors.contiguous()
         self.experts, starts, self._tokens, self._places = cpu.route(routing, module.num_experts)
@@ -173,6 +196,11 @@ class _GpuWork:
     ) -> None:
         """These pairs of a group's experts, into rows of `parts` from 0; `places` are theirs. `at`: the experts' indices."""
         starts, ends = (np.clip(self._starts[i], pairs.start, pairs.stop) - pairs.start for i in (at, at + 1))
+        if self._ring is not None:
+            for records, there in self._runs(self._ring, group.addresses, starts, ends):
+                self._ring.decode(self._geometry, records)
+                self._kernels[0].parts(self._hidden, places, self._factors, there, self._rows, activated, parts)
+            return
         precisions = np.zeros(len(at), np.uint8) if group.precisions is None else group.precisions
         for precision, kernel in enumerate(self._kernels):
             mine = precisions == precision
@@ -180,6 +208,17 @@ class _GpuWork:
             if tiles.shape[1]:
                 (there,) = gpu.upload([tiles], parts.device)
                 kernel.parts(self._hidden, places, self._factors, there, self._rows, activated, parts)
+
+    def _runs(
+        self, ring: DecodingRing, addresses: np.ndarray, starts: np.ndarray, ends: np.ndarray
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(addresses of encoded records, tiles that read what these were decoded to) on the device, of as many experts each as
+        there are slots."""
+        busy = np.flatnonzero(ends > starts)  # a part of a prompt's pairs may have none of some experts
+        runs = [busy[first : first + ring.slots] for first in range(0, len(busy), ring.slots)]
+        tiles = [gpu.tiles_of(ring.addresses[: len(run)], starts[run], ends[run], self._rows) for run in runs]
+        there = gpu.upload([*(addresses[run] for run in runs), *tiles], self._hidden.device) if runs else []
+        return list(zip(there[: len(runs)], there[len(runs) :], strict=True))
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host, on the device, by a copy that the host does not wait for."""

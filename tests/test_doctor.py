@@ -18,7 +18,7 @@ from vismoe.machine.ceilings import EXAMPLES
 from vismoe.machine.disk import filesystem_key
 from vismoe.machine.facts import Facts, Gpu, facts, machine_key
 from vismoe.machine.profile import Profile, load_profile, save_profile
-from vismoe.machine.rates import DiskRate, DiskRates, DramRates, LinkRate, LinkRates
+from vismoe.machine.rates import DiskRate, DiskRates, DramRates, LinkRate, LinkRates, packed_extra
 from vismoe.models.load.preview import decode_size, describe
 
 GIB, MIB = 2**30, 2**20
@@ -141,6 +141,7 @@ def test_json_is_one_object_with_facts_rates_choices_and_advice(measured, tmp_pa
     said = json.loads(capsys.readouterr().out)
     assert said["facts"]["cpu"] == facts().cpu and said["facts"]["usable_cores"] >= 1
     assert said["rates"]["dram"]["bytes_per_s"] == 4e10 and said["rates"]["disk"]["folder"] == str(tmp_path)
+    assert said["rates"]["lossless"] == {"decoded_bytes_per_s": None, "packed_extra_s_per_byte": None}  # not in this profile
     assert [model["name"] for model in said["models"]] == [size.name for size in EXAMPLES]
     for model in said["models"]:
         assert isinstance(model["direct_reads"], bool) and 1 <= model["io_threads"] <= 8
@@ -216,12 +217,19 @@ def test_the_tables_name_sizes_rates_choices_and_reasons(measured, tmp_path, cap
             DramRates(GIB, 2, 4e10, 2e10),
             (disk(2e9, filesystem_key(tmp_path)),),
             (link(5e10),),
+            lossless_bytes_per_s=2.4e10,
+            packed_extra_s_per_byte=9e-12,
         )
     )
     assert cli.main(["doctor", "--path", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     for text in ("40.0 GB/s with 2 threads", "50.0 GB/s page-locked", "1.0 MiB", "2.00", "Mixtral-8x7B", "O_DIRECT: 2.0 GB/s"):
         assert text in out
+    assert "24.0 GB/s of bfloat16 are decoded" in out and "computed 9 us longer for each MB" in out
+
+
+def test_computing_from_records_is_timed_beside_computing_from_weights():
+    assert 0 <= packed_extra(4 * MIB) < 1e-6  # a second per MB
 
 
 def test_a_link_that_was_measured_another_way_than_the_pager_copies_says_so():

@@ -105,6 +105,10 @@ def doctor_report(found: "Facts", profile: "Profile", sizes: "tuple[ModelSize, .
             "disk": dataclasses.asdict(disk) if disk else None,
             "dram": dataclasses.asdict(profile.dram),
             "links": [dataclasses.asdict(link) for link in profile.links],
+            "lossless": {
+                "decoded_bytes_per_s": profile.lossless_bytes_per_s,
+                "packed_extra_s_per_byte": profile.packed_extra_s_per_byte,
+            },
         },
         "models": [_model_report(found, profile, size, path) for size in sizes],
         "advice": list(advise(found, profile, disk)),

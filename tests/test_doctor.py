@@ -13,6 +13,7 @@ import pytest
 from vismoe.cli import main as cli
 from vismoe.cli.doctor_print import _link, age_of
 from vismoe.engine.engine import demo_model
+from vismoe.machine import rates as measuring
 from vismoe.machine.advice import advise
 from vismoe.machine.ceilings import EXAMPLES
 from vismoe.machine.disk import filesystem_key
@@ -20,6 +21,7 @@ from vismoe.machine.facts import Facts, Gpu, facts, machine_key
 from vismoe.machine.profile import Profile, load_profile, save_profile
 from vismoe.machine.rates import DiskRate, DiskRates, DramRates, LinkRate, LinkRates, packed_extra
 from vismoe.models.load.preview import decode_size, describe
+from vismoe.pair import Format
 
 GIB, MIB = 2**30, 2**20
 HEALTHY = dataclasses.replace(
@@ -228,8 +230,19 @@ def test_the_tables_name_sizes_rates_choices_and_reasons(measured, tmp_path, cap
     assert "24.0 GB/s of bfloat16 are decoded" in out and "computed 9 us longer for each MB" in out
 
 
-def test_computing_from_records_is_timed_beside_computing_from_weights():
-    assert 0 <= packed_extra(4 * MIB) < 1e-6  # a second per MB
+@pytest.mark.parametrize(("from_records_s", "extra_s"), [(0.5, 0.3), (0.1, 0.0)])
+def test_computing_from_records_is_timed_beside_computing_from_weights(from_records_s, extra_s, monkeypatch):
+    now_s, whole = 0.0, measuring.ExpertKernel.parts
+
+    def parts(kernel, addresses, *rest):
+        nonlocal now_s
+        now_s += from_records_s if kernel.formats == (Format.LOSSLESS,) else 0.2
+        whole(kernel, addresses, *rest)
+
+    monkeypatch.setattr(measuring.ExpertKernel, "parts", parts)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now_s)
+    expert_bytes = 2 * 3 * measuring.HIDDEN * measuring.INNER
+    assert packed_extra(4 * expert_bytes) == pytest.approx(extra_s / (2 * expert_bytes))
 
 
 def test_a_link_that_was_measured_another_way_than_the_pager_copies_says_so():

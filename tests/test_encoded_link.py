@@ -136,6 +136,7 @@ def test_packed_slabs_get_records_as_they_are(folder, cuda, monkeypatch):
                     else:
                         end = content_bytes(stored)
                         assert end <= nbytes and torch.equal(record[:end], stored[:end])
+    assert [len(there) for there in mover.hosts[0]._slab_of] == [3, 6], "host memory has the geometries of the slabs"
     pager.close(), found.close()
 
 

@@ -15,7 +15,7 @@ from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.kernels import cpu
 from vismoe.kernels.lossless import FastLossless
-from vismoe.models.load import host_rates
+from vismoe.models.load import host_rates, opening
 from vismoe.models.load.opening import open_model
 from vismoe.models.load.preview import describe
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
@@ -166,6 +166,22 @@ def test_torchs_kernels_need_decoded_slabs(folder):
     configuration.close()
     with pytest.raises(ConfigError, match="packed_slabs='auto'"):
         opened(folder, memory="50%", kernels="torch", packed_slabs="always")
+
+
+def test_a_draft_that_does_not_pay_leaves_the_division_of_a_model_without_one(folder, monkeypatch):
+    assert main(["pack", str(folder), "--formats", "int4"]) == 0
+
+    def weighed(model, source, stores, experts, curves, settings, device):
+        return *opening._open_with_draft(model, source, stores.by_precision, experts, settings, device), ""
+
+    monkeypatch.setattr(opening, "_with_weighed_draft", weighed)
+    monkeypatch.setattr(opening, "_not_worth", lambda *_: "it guesses too little")
+    for memory in ("50%", "90%"):
+        drafting, plain = (opened(folder, memory=memory, packed_slabs="always", draft=draft) for draft in ("auto", "none"))
+        assert drafting.plan.packed_from == plain.plan.packed_from == {"50%": 0, "90%": 1}[memory]
+        assert drafting.experts.inventory == plain.experts.inventory and drafting.experts.draft is None
+        assert drafting.plan.kernels == plain.plan.kernels and "guesses too little" in drafting.plan.reading[-1]
+        drafting.close(), plain.close()
 
 
 def test_other_settings_change_how_slabs_hold_experts_while_the_model_runs(folder):

@@ -174,15 +174,26 @@ class Case:
             return self
         held = [
             dataclasses.replace(self, need=self.need.holding(first))
-            for first in corners(self.need.inventory, packing.layouts, self._mixed_bytes, packing.must)
+            for first in corners(self.need.inventory, packing.layouts, self._mixed_bytes, packing.must, rates.overlaps)
         ]
-        there = [case for case in held if case.has_room()] or [self]
+        there = [case for case in held if case.has_room()] or [min(held, key=lambda case: case.minimum_bytes)]
         return min(there, key=lambda case: expected(self.rows, case.loads(), rates).seconds)
+
+    def rates_of_misses(self, rates: MachineRates) -> MachineRates:
+        """The same where a miss is read and decoded; still in bytes of raw slabs."""
+        packing = self.need.packing
+        if packing is None or self.need.packed_from == 0:
+            return rates
+        seconds = 1 / rates.missing_bytes_per_s + 1 / packing.rates.decode_bytes_per_s
+        return dataclasses.replace(rates, missing_bytes_per_s=1 / seconds)
 
     @property
     def _mixed_bytes(self) -> int:
-        """`expert_bytes`, if slabs hold both."""
-        return dataclasses.replace(self, need=self.need.holding(1)).expert_bytes
+        """The most that `expert_bytes` can be, if slabs hold both."""
+        mixed = dataclasses.replace(self, need=self.need.holding(1))
+        if self.settings.memory == "auto":  # which takes no more than one division needs
+            return int(self.free_bytes * AUTO_SHARE) - total(mixed.fixed_parts())
+        return mixed.expert_bytes
 
     def division(self) -> Division:
         """The division; raises the refusal if there is none."""

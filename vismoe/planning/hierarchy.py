@@ -6,9 +6,9 @@ Of all experts, x are raw, y packed and z on disk:
     minimise y d + z k    with    x + y + z = 1,  x + rho y <= m
 
 m is what memory holds of all raw experts, rho a packed record's bytes over a raw one's, d the seconds by which computing from a
-packed record takes longer, and k the seconds of reading one, and of decoding it where slabs are raw. Its solution is at a corner:
-raw and disk, packed and disk, or, where all fit packed, raw and packed. `corners` gives those that memory has room for, and the
-planner takes the one whose passes take the shortest time, for every number of rows (plan.py).
+packed record takes longer, and k the seconds of reading one, and of decoding it where slabs are raw. If all experts are wanted
+alike, its solution is at a corner: raw and disk, packed and disk, or, where all fit packed, raw and packed. `corners` gives those
+that memory has room for, and the planner takes the one whose passes take the shortest time, for every number of rows (case.py).
 
 Raw beside packed means whole layers: the first ones are raw. Time is a sum over layers, in which it makes no difference which
 experts are packed, if all are wanted alike; a layer in one format needs no table of formats, and changes none.
@@ -22,6 +22,7 @@ from typing import NamedTuple
 from vismoe.planning.apportion import experts_of, record_bytes
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
+TRIED = 16  # numbers of raw layers, of a model with many
 LOSSLESS_SHARE = 0.70  # of bfloat16's bytes: rho, where records are not there to be looked at (docs/formats.md)
 
 
@@ -88,10 +89,13 @@ def packed_from(
     return changed, tuple(geometry for _, geometry in kinds)
 
 
-def corners(inventory: ExpertInventory, layouts: tuple[RecordLayout, ...], expert_bytes: int, must: bool) -> list[int | None]:
+def corners(
+    inventory: ExpertInventory, layouts: tuple[RecordLayout, ...], expert_bytes: int, must: bool, overlaps: bool = False
+) -> list[int | None]:
     """Where the program can have its solution: the first layer with packed slabs, None: there is none.
 
-    must: only those with packed slabs, unless all experts fit raw.
+    must: only those with packed slabs, unless all experts fit raw. overlaps: reading goes on while experts are computed, so that
+    a layer takes the longer of both; then the solution may lie between the corners, and more numbers of raw layers are given.
     """
     if expert_bytes >= inventory.slab_bytes:
         return [None]
@@ -103,7 +107,8 @@ def corners(inventory: ExpertInventory, layouts: tuple[RecordLayout, ...], exper
         if spare < 0:
             break
         first += 1
-    return [*found, first] if first else found
+    between = range(0, len(inventory.layers), -(-len(inventory.layers) // TRIED)) if overlaps and not must else ()
+    return [*found, *sorted({first, *between} - {0})]
 
 
 def record_bytes_of(inventory: ExpertInventory, layouts: tuple[RecordLayout, ...]) -> int:

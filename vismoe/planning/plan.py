@@ -157,7 +157,7 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware, rates: Ma
         memory=str(settings.memory),
         context=settings.context,
         budget_bytes=total(parts) if case.is_share else case.budget_bytes,
-        minimum_bytes=least.minimum_bytes,
+        minimum_bytes=min(dataclasses.replace(least, need=least.need.holding(first)).minimum_bytes for first in (None, 0)),
         parts=parts,
         host_parts=host.parts,
         pinned_layers=division.pinned_layers,
@@ -169,7 +169,7 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware, rates: Ma
         rows=case.rows,
         passes=tuple(expected(rows, case.loads(), rates) for rows in dict.fromkeys((1, case.rows))),
         checks=tuple(expected(rows, case.loads(), rates) for rows in checked),
-        rates=rates.of_slabs(inventory.slab_bytes / decoded_bytes),
+        rates=case.rates_of_misses(rates).of_slabs(inventory.slab_bytes / decoded_bytes),
         packed_from=footprint.packed_from,
         mask_bytes=mask_room(footprint, settings.context, settings.mask_bytes),
         low_slabs=division.low_slabs,
@@ -184,7 +184,8 @@ def _best_rows(case: Case, rates: MachineRates) -> int:
 
     def loads(rows: int) -> list[PassLayer] | None:
         tried = dataclasses.replace(case, settings=dataclasses.replace(case.settings, parallel=rows))
-        return tried.quickest(rates).loads() if rows == 1 or tried.has_room() else None
+        found = tried.quickest(rates)
+        return found.loads() if rows == 1 or found.has_room() else None
 
     return best_rows(case.settings.rows, loads, rates, case.settings.latency).rows
 

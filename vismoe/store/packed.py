@@ -97,11 +97,12 @@ class PackedStore(StoreOnDisk):
         refuse_other(folder, index.contents, wanted)
         return cls(folder, index, wanted)
 
-    def encoded(self, first: int = 0) -> "PackedStore":
+    def encoded(self, first: int = 0, inventory: ExpertInventory | None = None) -> "PackedStore":
         """The same store and the same open files, but reads leave the records of MoE layers from `first` on encoded. Closing one
-        closes both."""
+        closes both. inventory: of the slabs or records that are filled so, where their geometries are others."""
         other = copy.copy(self)
         other._encoded_from, other.scratch_bytes = first, self.scratch_bytes if first else 0
+        other.inventory = inventory or self.inventory
         return other
 
     @property

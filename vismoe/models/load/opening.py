@@ -196,6 +196,7 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
             table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, probe(device)
             if settings.draft == "auto":
                 stores, experts, why_not = _with_weighed_draft(model, source, stores, experts, curves, settings, device)
+            unpacked = experts
             try:
                 needs = needs_of(model, experts, stores.reads, calibration, settings, device)
                 reading, stores, experts = _read(model, needs, stores, experts, backbone, settings, hardware, table)
@@ -208,7 +209,7 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
                 fix = "draft='ngram' (--draft ngram), which takes no memory, or draft='none'"
                 raise ConfigError(f"draft='self': {unpaid}. Fix: {fix}")
             if unpaid:
-                stores, experts, why_not = stores.without_draft(), dataclasses.replace(experts, draft=None), unpaid
+                stores, experts, why_not = stores.without_draft(), dataclasses.replace(unpacked, draft=None), unpaid
                 needs = needs_of(model, experts, stores.reads, calibration, settings, device)
                 reading, stores, experts = _read(model, needs, stores, experts, backbone, settings, hardware, table)
             if why_not:
@@ -265,7 +266,7 @@ def settle(
     assert isinstance(high, PackedStore)
     packed = _with_packed(model, experts, high.encoded_layouts, first)
     assert isinstance(packed, Experts), packed
-    return reading, Stores([high.encoded(0 if experts.encoded else first)], stores.draft), packed
+    return reading, Stores([high.encoded(0 if experts.encoded else first, packed.inventory)], stores.draft), packed
 
 
 def _packing(model: Any, stores: Stores, experts: Experts, settings: Settings) -> Packing | str:

@@ -317,8 +317,9 @@ def _mover(configuration: Configuration, tiers: Tiers) -> Mover:
     records = (plan.host_slabs, plan.low_host_slabs)[: len(stores)]
     layouts = (encoded or inventory.layouts, inventory.low_layouts)[: len(stores)]
     wanted = list(zip(stores, records, layouts, strict=True))
-    fitting = {(store.states, tier.records, tier.layouts): tier for store, tier in tiers}
-    tiers[:] = [(store, fitting[key]) for store, *there in wanted if (key := (store.states, *there)) in fitting]
+    fitting = {(store.states, store.inventory.layers, tier.records, tier.layouts): tier for store, tier in tiers}
+    keys = [(store.states, store.inventory.layers, *there) for store, *there in wanted]
+    tiers[:] = [(store, fitting[key]) for (store, *_), key in zip(wanted, keys, strict=True) if key in fitting]
     fitting.clear()  # the others give their memory back before any is taken
     kept, hosts = dict(tiers), []
     with torch.cuda.device(device) if emulated is None else contextlib.nullcontext():  # page-locking makes a context there

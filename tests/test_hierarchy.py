@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as runs
 from hypothesis import strategies as st
-from test_plan import AMPLE, MIB, footprint, inventory
+from test_plan import AMPLE, MIB, footprint, inventory, with_fix
 
 from vismoe.config import Settings
+from vismoe.errors import BudgetError
 from vismoe.planning.case import Case
 from vismoe.planning.hierarchy import PackedRates, Packing, Shares, packed_from
 from vismoe.planning.needs import Hardware
@@ -110,6 +111,20 @@ def test_where_only_packed_slabs_fit_rows_are_counted_with_them():
     settings = Settings(memory="70%", pinned_layers=6, context=16_384)
     made = plan(packable(layers, PackedRates(1e-11, 2e10)), settings, AMPLE, rates)
     assert made.packed_from == 0 and made.rows == 64 and made.minimum_bytes <= made.total_bytes
+
+
+@pytest.mark.parametrize("must", [False, True])
+def test_packed_slabs_without_room_for_what_they_need_are_refused_where_they_were_asked_for(must):
+    need = packable(LAYERS, PackedRates(1e-11, 2e10), must)
+    memory = plan(need, Settings(memory="50%", context=512, parallel=1), AMPLE).total_bytes
+    large = dataclasses.replace(need, packing=dataclasses.replace(need.packing, workspace_bytes=2 * memory))
+    settings = Settings(memory=memory, context=512, parallel=1)
+    if not must:
+        assert plan(large, settings, AMPLE).packed_from is None
+        return
+    with pytest.raises(BudgetError) as refused:
+        plan(large, settings, AMPLE)
+    assert plan(large, with_fix(settings, refused.value.fix), AMPLE), "its advice works"
 
 
 def test_a_miss_into_a_raw_slab_is_read_and_decoded():

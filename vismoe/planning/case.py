@@ -22,7 +22,7 @@ from vismoe.planning.apportion import (
     record_bytes,
     safe_slabs,
 )
-from vismoe.planning.hierarchy import corners
+from vismoe.planning.hierarchy import corners, record_bytes_of
 from vismoe.planning.needs import Footprint, Hardware, decode_read_bytes
 from vismoe.planning.parts import PlanPart, draft_part, fixed_parts, image_cache_part, request_part, staging_part, total
 from vismoe.planning.sizes import percent_up, size_down, size_up
@@ -179,13 +179,16 @@ class Case:
         there = [case for case in held if case.has_room()] or [min(held, key=lambda case: case.minimum_bytes)]
         return min(there, key=lambda case: expected(self.rows, case.loads(), rates).seconds)
 
-    def rates_of_misses(self, rates: MachineRates) -> MachineRates:
-        """The same where a miss is read and decoded; still in bytes of raw slabs."""
-        packing = self.need.packing
-        if packing is None or self.need.packed_from == 0:
+    def rates_of_slabs(self, rates: MachineRates) -> MachineRates:
+        """The same in bytes of slabs as they are held, where `rates` are of raw ones; a miss of these is also decoded."""
+        packing, inventory = self.need.packing, self.need.inventory
+        if packing is None:
             return rates
-        seconds = 1 / rates.missing_bytes_per_s + 1 / packing.rates.decode_bytes_per_s
-        return dataclasses.replace(rates, missing_bytes_per_s=1 / seconds)
+        seconds = 1 / rates.missing_bytes_per_s
+        if self.need.packed_from != 0:
+            seconds += 1 / packing.rates.decode_bytes_per_s
+        share = inventory.slab_bytes / record_bytes_of(inventory, inventory.raw_layouts)
+        return dataclasses.replace(rates, missing_bytes_per_s=share / seconds)
 
     @property
     def _mixed_bytes(self) -> int:

@@ -19,7 +19,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vismoe.planning.apportion import experts_of, record_bytes
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
 TRIED = 16  # numbers of raw layers, of a model with many
@@ -92,13 +91,11 @@ def packed_from(
 def corners(
     inventory: ExpertInventory, layouts: tuple[RecordLayout, ...], expert_bytes: int, must: bool, overlaps: bool = False
 ) -> list[int | None]:
-    """Where the program can have its solution: the first layer with packed slabs, None: there is none.
+    """Where the program can have its solution, if not all experts fit raw: the first layer with packed slabs; None: no layer.
 
-    must: only those with packed slabs, unless all experts fit raw. overlaps: reading goes on while experts are computed, so that
+    must: only those with packed slabs. overlaps: reading goes on while experts are computed, so that
     a layer takes the longer of both; then the solution may lie between the corners, and more numbers of raw layers are given.
     """
-    if expert_bytes >= inventory.slab_bytes:
-        return [None]
     found: list[int | None] = [0] if must else [None, 0]
     saved = [raw.record_bytes - packed.record_bytes for raw, packed in zip(inventory.layouts, layouts, strict=True)]
     spare, first = expert_bytes - record_bytes_of(inventory, layouts), 0
@@ -113,5 +110,4 @@ def corners(
 
 def record_bytes_of(inventory: ExpertInventory, layouts: tuple[RecordLayout, ...]) -> int:
     """Bytes of all experts in slabs of these layouts."""
-    packed = dataclasses.replace(inventory, layouts=layouts)
-    return record_bytes(packed, experts_of(inventory.layers, len(layouts)))
+    return sum(layer.num_experts * layouts[layer.geometry].record_bytes for layer in inventory.layers)

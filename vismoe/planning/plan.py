@@ -143,7 +143,7 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware, rates: Ma
     least = case = Case(footprint, settings, hardware)
     if settings.parallel == "auto":
         case = dataclasses.replace(case, settings=dataclasses.replace(settings, parallel=_best_rows(case, rates)))
-    case, decoded_bytes = case.quickest(rates), inventory.slab_bytes
+    case = case.quickest(rates)
     footprint, inventory = case.need, case.need.inventory
     division = case.division()
     emulated = settings.emulated_link_bytes_per_s is not None
@@ -169,7 +169,7 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware, rates: Ma
         rows=case.rows,
         passes=tuple(expected(rows, case.loads(), rates) for rows in dict.fromkeys((1, case.rows))),
         checks=tuple(expected(rows, case.loads(), rates) for rows in checked),
-        rates=case.rates_of_misses(rates).of_slabs(inventory.slab_bytes / decoded_bytes),
+        rates=case.rates_of_slabs(rates),
         packed_from=footprint.packed_from,
         mask_bytes=mask_room(footprint, settings.context, settings.mask_bytes),
         low_slabs=division.low_slabs,

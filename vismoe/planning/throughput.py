@@ -10,7 +10,6 @@ FluxMoE's planner on this core, per pass of B rows. S(B) of the experts are resi
 X is not largest for the most rows: where a row takes many experts' room, further rows read more than they share.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,10 +33,6 @@ class MachineRates:
     layer_s: float = 3e-4  # of a layer, beside its arithmetic: control, launches; measured with the demo model
     row_s: float = 6e-5  # of a row in it: its attention, which runs row by row
     assumed: tuple[str, ...] = ()
-
-    def of_slabs(self, share: float) -> "MachineRates":
-        """The same for slabs of `share` of the bytes that hold as much."""
-        return dataclasses.replace(self, missing_bytes_per_s=self.missing_bytes_per_s * share)
 
 
 UNMEASURED = MachineRates()

@@ -5,6 +5,7 @@ it, `apply_rotary_pos_emb`. Where that function equals the known form bit for bi
 code that calls ours instead.
 """
 
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from vismoe.kernels import rows
+from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.family.components import is_vision
 from vismoe.models.moe.own_forward import give_forward, with_names
 
@@ -28,7 +30,7 @@ def serve_rotations(model: nn.Module) -> int:
 
 def _attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     for path, module in model.named_modules():
-        own = type(module).forward
+        own = inspect.unwrap(type(module).forward)  # transformers 5.24 wraps it, for the older name of the cache
         if "forward" in module.__dict__ or is_vision(path) or not isinstance(own, types.FunctionType):
             continue
         turn = own.__globals__.get(NAME) if NAME in own.__code__.co_names else None
@@ -77,4 +79,6 @@ def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 
 
 def _forward(reference: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return forward(reference(), *args, **kwargs)
+    module = reference()
+    older_name = CACHE not in kwargs and cache_in(kwargs) is not None
+    return type(module).forward(module, *args, **kwargs) if older_name else forward(module, *args, **kwargs)

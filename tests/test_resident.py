@@ -37,10 +37,13 @@ def load(folder: Path, **more):
 
 
 class Twin:
-    """A model that takes the short way where it can, or (`short` False) never does."""
+    """A model that takes the short way where it can, or (`short` False) never does. whole: one call computes decoder layers."""
 
-    def __init__(self, folder: Path, short: bool, **more):
-        self.model, self.shortly = load(folder, **more), 0  # layers that took it
+    def __init__(self, folder: Path, short: bool, whole: bool = False, **more):
+        with pytest.MonkeyPatch.context() as patch:
+            if not whole:
+                patch.setattr(runtime, "serve_decoder_layers", lambda model: (0, 0))
+            self.model, self.shortly = load(folder, **more), 0  # layers that took it
         self.runtime = vismoe.runtime_of(self.model)
         self.context, self.pager = self.runtime.context, self.runtime.pager
         assert isinstance(self.context._short, ResidentLayers)

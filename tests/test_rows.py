@@ -204,7 +204,11 @@ def test_a_served_model_says_what_it_did_and_can_be_given_back(family):
     inputs = tiny_models.prompt(family, dtype=torch.bfloat16, batch=2)
     before = model(**inputs).logits
     served = [serve(model) for serve in SERVED]
-    assert served[0] > 0 and [serve(model) for serve in SERVED] == [0, 0, 0]
+    assert (
+        served[0] > 0
+        and (served[2] == 3) == (family in ("qwen3_moe", "deepseek_v3"))
+        and [serve(model) for serve in SERVED] == [0, 0, 0]
+    )
     changed = [module for module in model.modules() if "forward" in module.__dict__]
     assert len(changed) == sum(served)
     torch.testing.assert_close(model(**inputs).logits, before, rtol=0.1, atol=0.1)

@@ -1,12 +1,13 @@
 """Where a decoded token's time goes: calls, seconds and bytes of each part of the model.
 
-Functions of the parts are timed where transformers calls them. Parts never overlap: what one calls inside itself belongs to it,
-its own Python included. What is left of a token lies between the parts: transformers' Python and torch's small operations.
+Functions of the parts are timed where transformers calls them, and by the kernels' own clock where one call computes a layer.
+Parts never overlap: what one calls inside itself belongs to it, its own Python included. What is left of a token lies between the
+parts: Python, transformers' and ours, and torch's small operations.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vismoe.bench.job import TokenTime
 from vismoe.kernels import rows
+from vismoe.kernels.decoder_layer import DecoderLayer
 from vismoe.models.family.components import component_of, is_vision
 from vismoe.models.family.families import expert_modules
+from vismoe.models.moe.decoder_layers import served_layers
 from vismoe.models.moe.linears import EncodedLinear
 
 EMPTY_CALLS = 20_000  # that the cost of timing is measured with
@@ -28,16 +31,20 @@ Bytes = Callable[[tuple[Any, ...]], int]  # that a call with such arguments read
 class TokenTimer:
     """Sums up what is called after `begin`."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer] = ()) -> None:
+        """layers: those that the kernels time."""
         self.parts: dict[str, dict[str, float]] = {}
+        self._layers, self._before = layers, [layer.spent() for layer in layers]
         self._running = self._inside = False
 
     def begin(self) -> None:
-        self._running = True
+        """From the first call on."""
+        if not self._running:
+            self._running, self._before = True, [layer.spent() for layer in self._layers]
 
     def timed(self, part: str, function: Callable[..., Any], nbytes: Bytes) -> Callable[..., Any]:
         """The same function, whose calls count for the part."""
-        sums = self.parts.setdefault(part, {"calls": 0, "seconds": 0.0, "bytes": 0})
+        sums = self.parts.setdefault(part, _nothing())
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._running or self._inside:
@@ -56,16 +63,26 @@ class TokenTimer:
     def result(self, tokens: int, seconds: float) -> TokenTime:
         """Of so many tokens, which took so many seconds."""
         calls = sum(sums["calls"] for sums in self.parts.values())
-        return TokenTime(
-            tokens, seconds, calls * _seconds_of_timing(), {name: sums for name, sums in self.parts.items() if sums["calls"]}
-        )
+        parts = {name: dict(sums) for name, sums in self.parts.items()}
+        for layer, before in zip(self._layers, self._before):
+            for name, spent in layer.spent().items():
+                sums = parts.setdefault(name, _nothing())
+                for figure, now, then in zip(("seconds", "calls", "bytes"), spent, before[name]):
+                    sums[figure] += now - then
+        found = {name: sums for name, sums in parts.items() if sums["calls"]}
+        return TokenTime(tokens, seconds, calls * _seconds_of_timing(), found)
 
 
 @contextlib.contextmanager
 def token_timer(model: Any) -> Iterator[TokenTimer]:
     """Within, the parts of the model's decoder are timed."""
-    timer = TokenTimer()
+    timer = TokenTimer([layer.native for layer in served_layers(model)])
     with contextlib.ExitStack() as stack:
+        for layer in served_layers(model):
+            if layer.experts is not None:
+                paged: Any = layer.experts._vismoe_layer
+                paged.demanded = timer.timed("experts", paged.demanded, partial(_always, 0))
+                stack.callback(delattr, paged, "demanded")
         for part, module in _modules(model):
             own = vars(module).get("forward")
             module.forward = timer.timed(part, module.forward, partial(_always, _held_bytes(part, module)))
@@ -104,6 +121,10 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
             yield "embeddings", module
         elif next(module.children(), None) is None and ("norm" in name or "rotary" in name):
             yield "norms" if "norm" in name else "rotations", module
+
+
+def _nothing() -> dict[str, float]:
+    return {"calls": 0, "seconds": 0.0, "bytes": 0}
 
 
 def _held_bytes(part: str, module: nn.Module) -> int:

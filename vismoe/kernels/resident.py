@@ -61,9 +61,9 @@ class ResidentLayer:
             assert array.dtype == dtype and array.flags.c_contiguous, (array.dtype, dtype, array.strides)
         at = [array.ctypes.data for array in places]
         self._layer = _Layer(ctypes.addressof(kernel._experts), *at, len(arrays.slab_of), resident, by_tick)
-        self._at = ctypes.addressof(self._layer)
+        self.at = ctypes.addressof(self._layer)
         self._experts = np.empty(MOST_PAIRS, dtype=np.int32)
-        self._experts_at = self._experts.ctypes.data
+        self.experts_at = self._experts.ctypes.data
 
     def takes(self, hidden: Tensor, index: Tensor, factors: Tensor) -> bool:
         """Whether `run` computes these: hidden `[T, H]`, index int64 and factors `[T, K]`, contiguous and on the CPU."""
@@ -90,7 +90,7 @@ class ResidentLayer:
         tokens, choices = index.shape
         parts, out = torch.empty(tokens * choices, self._kernel.hidden), torch.empty_like(hidden)
         count = _resident()(
-            self._at,
+            self.at,
             index.data_ptr(),
             tokens,
             choices,
@@ -102,7 +102,7 @@ class ResidentLayer:
             out.data_ptr(),
             weight,
             tick,
-            self._experts_at,
+            self.experts_at,
         )
         if count == -1:
             return None

@@ -14,7 +14,7 @@ from vismoe.kernels import cpu
 from vismoe.kernels.library import function
 
 _SIZE, _PLACE, _NUMBER, _FLOAT = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-_norm = function("vismoe_norm", [_PLACE, _PLACE, _PLACE, _SIZE, _SIZE, _FLOAT, _FLOAT, _NUMBER], _NUMBER)
+_norm = function("vismoe_norm", [*[_PLACE] * 3, _SIZE, _SIZE, _FLOAT, _FLOAT, _NUMBER, _PLACE, _PLACE], _NUMBER)
 _rotate = function(
     "vismoe_rotate", [_PLACE, _SIZE, _PLACE, _PLACE, _SIZE, _PLACE, _PLACE, _PLACE, *[_SIZE] * 3, _NUMBER], _NUMBER
 )
@@ -34,7 +34,7 @@ def norm(x: Tensor, weight: Tensor | None, eps: float, unit: float = 0.0) -> Ten
     if x.numel():
         at = None if weight is None else weight.data_ptr()
         rows = x.numel() // columns
-        cpu.refuse(_norm()(x.data_ptr(), at, out.data_ptr(), rows, columns, eps, unit, NUMBER_OF[x.dtype]))
+        cpu.refuse(_norm()(x.data_ptr(), at, out.data_ptr(), rows, columns, eps, unit, NUMBER_OF[x.dtype], None, None))
     return out
 
 

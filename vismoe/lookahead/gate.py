@@ -53,7 +53,7 @@ class GateLookahead:
         self._residual: tuple[int, torch.Tensor] | None = None
         self._plain = PlainRouters.of(layers)
         for index, layer in enumerate(layers):
-            layer.norm.register_forward_pre_hook(self._capture(index))
+            layer.norm.register_forward_pre_hook(Capture(self, index))
 
     @classmethod
     def of(cls, model: Any, inventory: ExpertInventory, window: int) -> "GateLookahead | str":
@@ -82,17 +82,15 @@ class GateLookahead:
                 return f"the router of {layer.router.__class__.__name__} cannot run on its own ({error})"
         return cls(layers, window)
 
-    def _capture(self, index: int) -> Any:
-        def hook(norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            self._residual = (index, args[0])
-
-        return hook
+    def capture(self, layer: int, residual: torch.Tensor) -> None:
+        """The residual stream `[.., H]` at `layer`, after attention."""
+        self._residual = layer, residual
 
     def begin_request(self) -> None:
         self._residual = None
 
     def observe(self, layer: int, chosen: np.ndarray) -> None:
-        """Stores nothing; the hooks capture the residual stream."""
+        """Stores nothing; `Capture` keeps the residual stream."""
 
     def residual(self, layer: int) -> torch.Tensor | None:
         """The residual stream `[T, H]` at `layer`; None if the latest one is that of another layer."""
@@ -142,6 +140,20 @@ class GateLookahead:
             chosen.scatter_(1, ids, 1.0)
             probability[:, : routed.num_experts] = likely
         return said[0], said[1]
+
+
+class Capture:
+    """A forward pre-hook of the norm behind a layer's attention. It only looks at what the norm is given: whoever computes a norm
+    without its module calls `look`."""
+
+    def __init__(self, gate: GateLookahead, layer: int):
+        self._gate, self._layer = gate, layer
+
+    def __call__(self, norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.look(args[0])
+
+    def look(self, residual: torch.Tensor) -> None:
+        self._gate.capture(self._layer, residual)
 
 
 class PlainRouters:

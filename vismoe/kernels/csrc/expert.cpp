@@ -38,7 +38,7 @@ enum Stage { kPack, kUp, kDown, kProduct, kCombine, kRowwise, kAttend };
 
 struct Task {
   Stage stage;
-  std::size_t expert;      // for kUp and kDown; a kDown that adds covers this expert and all after it
+  std::size_t expert;      // for kUp and kDown; a kDown that adds covers this expert and all after it. For kProduct the matrix
   std::size_t begin, end;  // pairs for kPack, tokens for kCombine, otherwise outputs
 };
 
@@ -431,32 +431,40 @@ class ExpertsJob : public PackedJob {
   std::atomic<bool> damaged_{false};
 };
 
-class LinearJob : public PackedJob {
+// Products of the same inputs with several matrices, for all of which these kernels compute.
+class LinearsJob : public PackedJob {
  public:
-  LinearJob(State& s, const Kernels& kernels, const Matrix& matrix, const void* weight, const Input& input, std::size_t rows,
-            void* out)
-      : PackedJob(s, all_bytes(matrix), kernels, input, rows, Workspace(kernels, input.inputs, 0)),
-        matrix_(matrix),
-        weight_(static_cast<const std::uint8_t*>(weight)),
-        rows_(rows),
-        out_(out) {
+  LinearsJob(State& s, const Kernels& kernels, const Product* products, std::size_t count, const Input& input, std::size_t rows)
+      : PackedJob(s, all_bytes(products, count), kernels, input, rows, Workspace(kernels, input.inputs, 0)),
+        products_(products),
+        rows_(rows) {
     cut_packing(0, rows);
-    cut(kProduct, index(matrix.rows), read_bytes(matrix));
+    for (std::size_t p = 0; p < count; p++) {
+      cut(kProduct, index(products[p].matrix->rows), read_bytes(*products[p].matrix), p);
+    }
   }
 
  private:
+  static std::size_t all_bytes(const Product* products, std::size_t count) {
+    std::size_t bytes = 0;
+    for (std::size_t p = 0; p < count; p++) bytes += vismoe::all_bytes(*products[p].matrix);
+    return bytes;
+  }
+  Place place(const Task& task) const {
+    const Product& p = products_[task.expert];
+    return place_of(*p.matrix, static_cast<const std::uint8_t*>(p.weight), task.begin, task.end - task.begin);
+  }
+
   void run(const Task& task, const Task* next, std::size_t thread) override {
     if (task.stage == kPack) return pack(task, nullptr);
     wait_for_inputs();
-    const Place next_rows = next ? place_of(matrix_, weight_, next->begin, next->end - next->begin) : Place{};
-    kernels_.linear(matrix_, weight_, task.begin, task.end, {x_, rows_, nullptr, nullptr, 0}, out_, input_.dtype,
-                    scratch(thread), next_rows);
+    const Product& p = products_[task.expert];
+    kernels_.linear(*p.matrix, static_cast<const std::uint8_t*>(p.weight), task.begin, task.end, {x_, rows_, nullptr, nullptr, 0},
+                    p.out, input_.dtype, scratch(thread), next ? place(*next) : Place{});
   }
 
-  const Matrix& matrix_;
-  const std::uint8_t* weight_;
+  const Product* products_;
   const std::size_t rows_;
-  void* out_;
 };
 
 class RestoreJob : public Job {
@@ -691,18 +699,29 @@ VISMOE_API std::int32_t vismoe_experts(const Expert* experts, std::size_t format
   return 1;
 }
 
-// out [n, rows] = x [n, inputs] weight [rows, inputs]^T + bias, in the type of x. Returns 0 or 1, as above.
-VISMOE_API std::int32_t vismoe_linear(const Matrix* matrix, const void* weight, const void* x, std::int32_t dtype, std::size_t n,
-                                      void* out) try {
+// The out [n, rows] of each product = x [n, inputs] weight [rows, inputs]^T + bias, in the type of x. Returns 0 or 1, as above.
+VISMOE_API std::int32_t vismoe_linears(const Product* products, std::size_t count, const void* x, std::int32_t dtype,
+                                       std::size_t n) try {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  const Kernels& kernels = kernels_for(s.isa, static_cast<Dtype>(dtype), matrix->encoding);
-  const Input input{x, static_cast<Dtype>(dtype), index(matrix->inputs), nullptr};
-  LinearJob job(s, kernels, *matrix, weight, input, n, out);
-  job.run_all(s);
+  const auto kernels_of = [&](std::size_t p) -> const Kernels& {
+    return kernels_for(s.isa, static_cast<Dtype>(dtype), products[p].matrix->encoding);
+  };
+  for (std::size_t begin = 0, end = 0; begin < count; begin = end) {
+    const Kernels& kernels = kernels_of(begin);
+    while (end < count && &kernels_of(end) == &kernels) end++;
+    const Input input{x, static_cast<Dtype>(dtype), index(products[begin].matrix->inputs), nullptr};
+    LinearsJob(s, kernels, products + begin, end - begin, input, n).run_all(s);
+  }
   return 0;
 } catch (const std::exception&) {
   return 1;
+}
+
+VISMOE_API std::int32_t vismoe_linear(const Matrix* matrix, const void* weight, const void* x, std::int32_t dtype, std::size_t n,
+                                      void* out) {
+  const Product product{matrix, weight, out};
+  return vismoe_linears(&product, 1, x, dtype, n);
 }
 
 // out [rows, inputs] of type `dtype` = the weights of a matrix, rounded to type `via` first. Returns 0 or 1, as above.
@@ -730,10 +749,10 @@ VISMOE_API std::int32_t vismoe_combine(const float* parts, const std::int32_t* t
   return 1;
 }
 
-// Rows of a root-mean-square norm (kernels.h: Norm). Returns 0 or 1, as above.
+// Rows of a root-mean-square norm, of x or of x + other (kernels.h: Norm). Returns 0 or 1, as above.
 VISMOE_API std::int32_t vismoe_norm(const void* x, const void* weight, void* out, std::size_t rows, std::size_t columns, float eps,
-                                    float unit, std::int32_t dtype) {
-  const Norm norm{x, weight, out, columns, eps, unit, static_cast<Dtype>(dtype)};
+                                    float unit, std::int32_t dtype, const void* other, void* sum) {
+  const Norm norm{x, weight, out, columns, eps, unit, static_cast<Dtype>(dtype), other, sum};
   return compute_rows(&Kernels::norm, norm, rows, 2 * columns * bytes_of(norm.dtype));
 }
 

@@ -732,6 +732,12 @@ inline void norm(const Norm& n, std::size_t begin, std::size_t end) {
     for (std::size_t row = begin; row < end; row++) {
       const T* x = static_cast<const T*>(n.x) + row * columns;
       T* out = static_cast<T*>(n.out) + row * columns;
+      if (n.other) {
+        const T* other = static_cast<const T*>(n.other) + row * columns;
+        T* sum = static_cast<T*>(n.sum) + row * columns;
+        for (std::size_t i = 0; i < columns; i++) sum[i] = N::round(N::load(x[i]) + N::load(other[i]));
+        x = sum;
+      }
       const float mean = sum_of_squares<N>(x, columns) / static_cast<float>(columns);
       const float factor = 1.0f / std::sqrt(mean + n.eps);
       if (weight) {

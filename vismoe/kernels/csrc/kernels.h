@@ -50,6 +50,13 @@ struct Matrix {
   }
 };
 
+// A linear: out = x weight^T + bias.
+struct Product {
+  const Matrix* matrix;
+  const void* weight;
+  void* out;
+};
+
 struct Expert {
   Matrix up, down;
   std::int32_t gate, activation;
@@ -112,13 +119,16 @@ struct Tokens {
   std::size_t place(std::size_t i) const { return places ? static_cast<std::size_t>(places[i]) : first + i; }
 };
 
-// out [row, i] = x [row, i] / sqrt(mean over the row of x^2 + eps) * (unit + weight [i]).
+// out [row, i] = x [row, i] / sqrt(mean over the row of x^2 + eps) * (unit + weight [i]). With `other`, x + other, rounded to the
+// type, takes the place of x and is left in `sum`.
 struct Norm {
   const void *x, *weight;  // [rows, columns]; [columns], null: no weight
   void* out;
   std::size_t columns;
   float eps, unit;
-  Dtype dtype;  // of all three
+  Dtype dtype;        // of all five
+  const void* other;  // [rows, columns], null: none
+  void* sum;          // [rows, columns]
 };
 
 // out [token, head, :] = x [token, head, :] turned by the angles of the token: with its first `turned` numbers as halves (a, b),
@@ -220,7 +230,7 @@ const Kernels& kernels_amx();         // the same, with products of matrices
 
 }  // namespace vismoe
 
-// What resident.cpp calls.
+// What other files than expert.cpp call, which has them but for vismoe_route.
 VISMOE_API std::size_t vismoe_route(const std::int64_t* routing, std::size_t pairs, std::size_t choices, std::size_t num_experts,
                                     std::int32_t* experts, std::int32_t* starts, std::int32_t* tokens, std::int32_t* places);
 VISMOE_API std::int32_t vismoe_experts(const vismoe::Expert* experts, std::size_t formats, std::size_t n,
@@ -229,3 +239,16 @@ VISMOE_API std::int32_t vismoe_experts(const vismoe::Expert* experts, std::size_
                                        float* out, std::int32_t adding);
 VISMOE_API std::int32_t vismoe_combine(const float* parts, const std::int32_t* tokens, std::size_t pairs, std::size_t columns,
                                        void* out, std::int32_t dtype, std::size_t count);
+VISMOE_API std::int32_t vismoe_linears(const vismoe::Product* products, std::size_t count, const void* x, std::int32_t dtype,
+                                       std::size_t n);
+VISMOE_API std::int32_t vismoe_norm(const void* x, const void* weight, void* out, std::size_t rows, std::size_t columns, float eps,
+                                    float unit, std::int32_t dtype, const void* other, void* sum);
+VISMOE_API std::int32_t vismoe_rotate(const void* queries, std::size_t query_heads, void* turned_queries, const void* keys,
+                                      std::size_t key_heads, void* turned_keys, const void* cos, const void* sin, std::size_t rows,
+                                      std::size_t columns, std::size_t turned, std::int32_t dtype);
+VISMOE_API std::int32_t vismoe_choose(const void* logits, std::int32_t dtype, std::size_t rows, std::size_t count,
+                                      std::size_t chosen, std::int32_t normalised, void* weights, std::int32_t weights_dtype,
+                                      std::int64_t* ids);
+VISMOE_API std::int32_t vismoe_attend(const vismoe::AttentionRow* rows, std::size_t count, std::size_t groups, std::size_t heads,
+                                      std::size_t columns, std::size_t value_columns, float scale, std::int32_t dtype,
+                                      std::int32_t mask_dtype);

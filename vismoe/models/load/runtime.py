@@ -26,6 +26,7 @@ from vismoe.models.load.host_rates import upgrade_rates
 from vismoe.models.load.opening import Configuration, Experts
 from vismoe.models.moe.attention import group_queries
 from vismoe.models.moe.compute import FastExperts, TorchExperts
+from vismoe.models.moe.decoder_layers import serve_decoder_layers
 from vismoe.models.moe.draft_pool import DraftPool
 from vismoe.models.moe.experts import bind
 from vismoe.models.moe.format_choice import FormatChooser
@@ -187,6 +188,11 @@ def build(model: Any, configuration: Configuration) -> Runtime:
         )
         why_not = group_queries(model)
         backends["attention"] = f"transformers' own ({why_not})" if why_not else "fast for single tokens, else torch"
+        layers, with_router = serve_decoder_layers(model)
+        backends["layers"] = (
+            f"one call for all that single tokens pass through before the feed-forward block in {layers} decoder layers, "
+            f"with the router in {with_router}"
+        )
     try:
         lookahead, gate, backends["lookahead"] = choose_lookahead(model, decoder_layers(inventory), settings, calibration)
     except VisMoEError:

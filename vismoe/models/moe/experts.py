@@ -8,7 +8,7 @@ read per layer: the routing.
 import contextlib
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
 from vismoe.errors import BusyError, UnsupportedModelError
+from vismoe.kernels.decoder_layer import Cached, DecoderLayer
 from vismoe.models.family.families import expert_modules
 from vismoe.models.moe.draft_pool import DraftPool
 from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.gpu_experts import GpuExperts
+from vismoe.models.moe.resident import ResidentLayers
 from vismoe.models.moe.step_context import ExpertService, Interrupted, Step, StepContext
 from vismoe.pools.readback import on_host
 from vismoe.types import Phase, TokenKind
@@ -52,14 +54,52 @@ class PagedLayer:
 
     def run(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """The layer's output `[T, H]`."""
+        short = self._short()
+        if short is not None:
+            out = short.run(self.context.step.phase, self.layer, hidden, index, factors)
+            if out is not None:
+                self._computed_short(index.numpy)
+                return out
+        return self.demanded(module, hidden, index, factors)
+
+    def run_layer(
+        self,
+        module: Any,
+        native: DecoderLayer,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        cached: Sequence[Cached],
+        look: Callable[[torch.Tensor], None],
+    ) -> torch.Tensor:
+        """The output `[n, 1, H]` of the decoder layer around these experts, whose first half `native` computes. `look` gets the
+        residual stream behind it, `[n, 1, H]`, if the lookahead may ask for that."""
+        short, out, ran = self._short(), None, False
+        if short is not None:
+            out, ran = short.run_layer(self.context.step.phase, self.layer, native, hidden, angles, cached)
+            if out is not None:
+                self._computed_short(native.chosen)
+                return out
+        if not ran:
+            native.run(hidden, *angles, cached)
+        residual, normed, weights, ids = native.first_half()
+        assert weights is not None and ids is not None
+        look(residual)
+        return residual + self.demanded(module, normed[:, 0], ids, weights)[:, None]
+
+    def _short(self) -> ResidentLayers | None:
+        """What computes this layer without a demand if all its experts are resident; None: nothing may now."""
         context, step = self.context, self.context.step
         silent = step.beside or not context.lookahead_inputs.asks
-        if step.short is not None and step.thread == threading.get_ident() and silent:
-            out = step.short.run(step.phase, self.layer, hidden, index, factors)
-            if out is not None:
-                if not step.beside:
-                    context.lookahead_inputs.at_resident_layer(self.layer, index, step.kinds)
-                return out
+        return step.short if silent and step.thread == threading.get_ident() else None
+
+    def _computed_short(self, chosen: Callable[[], np.ndarray]) -> None:
+        step, inputs = self.context.step, self.context.lookahead_inputs
+        if inputs.remembers and not step.beside:
+            inputs.at_resident_layer(self.layer, chosen(), step.kinds)
+
+    def demanded(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """The same by a demand."""
+        context, step = self.context, self.context.step
         if hidden.shape[0] == 0:
             return torch.zeros_like(hidden)
         if hidden.device != context.device:

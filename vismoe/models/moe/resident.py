@@ -5,15 +5,16 @@ something. `of` makes it for what it fits: the CPU kernels, slabs of one format,
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from vismoe.kernels.decoder_layer import Asked, Cached, DecoderLayer
 from vismoe.kernels.resident import LayerArrays, ResidentLayer
 from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.paging.page_table import RESIDENT
-from vismoe.paging.pager import Pager
+from vismoe.paging.pager import Computed, Pager
 from vismoe.types import Phase
 
 
@@ -48,25 +49,61 @@ class ResidentLayers:
         self, phase: Phase, layer: int, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor
     ) -> torch.Tensor | None:
         """The output `[T, H]` of a layer of a decode pass, or of one that drafts; None: its experts must be demanded."""
-        resident, pager = self._layers[layer], self._pager
+        resident = self._layers[layer]
         if torch.is_grad_enabled() or not resident.takes(hidden, index, factors):
             return None
-        began_s = time.perf_counter()
-        timed: list[float] = []
 
-        def compute(weight: float, tick: int) -> tuple[torch.Tensor, list[int]] | None:
-            timed.append(time.perf_counter())
+        def compute(weight: float, tick: int) -> tuple[Computed | None, float, float]:
+            began_s = time.perf_counter()
             made = resident.run(hidden, index, factors, weight, tick)
-            timed.append(time.perf_counter())
-            return None if made is None else (made[0], resident.demanded(made[1]))
+            compute_s = time.perf_counter() - began_s
+            return None if made is None else (made[0], resident.demanded(made[1])), compute_s, 0.0
 
-        made = pager.without_demand(layer, compute)
+        return self._counted(phase, layer, index.numel(), compute)
+
+    def run_layer(
+        self,
+        phase: Phase,
+        layer: int,
+        native: DecoderLayer,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        cached: Sequence[Cached],
+    ) -> tuple[torch.Tensor | None, bool]:
+        """(the output `[n, 1, H]` of the whole decoder layer, whether `native` has computed its first half); None for an output:
+        the experts must be demanded."""
+        resident, ran = self._layers[layer], False
+
+        def compute(weight: float, tick: int) -> tuple[Computed | None, float, float]:
+            nonlocal ran
+            ran = True
+            made = native.run(hidden, *angles, cached, Asked(resident, weight, tick))
+            first_half_s, experts_s = native.spent_s
+            return None if made is None else (made[0], resident.demanded(made[1])), experts_s, first_half_s
+
+        assert native.router is not None
+        return self._counted(phase, layer, hidden.shape[0] * native.router.chosen, compute), ran
+
+    def _counted(
+        self, phase: Phase, layer: int, choices: int, compute: Callable[[float, int], tuple[Computed | None, float, float]]
+    ) -> torch.Tensor | None:
+        """What `compute` makes without a demand. It also returns the seconds of the experts, and of what is no part of them."""
+        pager, spent_s = self._pager, (0.0, 0.0)
+
+        def timed(weight: float, tick: int) -> Computed | None:
+            nonlocal spent_s
+            made, *seconds = compute(weight, tick)
+            spent_s = seconds[0], seconds[1]
+            return made
+
+        began_s = time.perf_counter()
+        made = pager.without_demand(layer, timed)
         if made is None:
             return None
-        out, experts = made
+        (out, experts), (compute_s, other_s) = made, spent_s
         ended_s = time.perf_counter()
-        pager.metrics.count_resident(phase, layer, len(experts), index.numel(), timed[1] - timed[0], ended_s - began_s)
+        pager.metrics.count_resident(phase, layer, len(experts), choices, compute_s, ended_s - began_s - other_s)
         if pager.timeline is not None:
-            pager.timeline.span("compute", f"layer {layer}", *timed, experts=experts)
-            pager.timeline.span("layers", f"layer {layer}", began_s, ended_s, tokens=hidden.shape[0])
+            pager.timeline.span("compute", f"layer {layer}", ended_s - compute_s, ended_s, experts=experts)
+            pager.timeline.span("layers", f"layer {layer}", began_s + other_s, ended_s, tokens=out.shape[0])
         return out

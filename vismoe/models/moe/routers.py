@@ -64,6 +64,14 @@ def router_of(module: nn.Module, biases: dict[str, torch.Tensor]) -> Router | No
     return None
 
 
+def chosen_by(module: nn.Module) -> tuple[int, bool, torch.dtype] | None:
+    """(how many experts, whether their weights are normalised, the weights' type) of a served router of the largest softmax; None
+    of any other module."""
+    forward = module.__dict__.get("forward")
+    router = forward.args[1] if isinstance(forward, partial) and forward.func is _forward else None
+    return router.args if isinstance(router, partial) and router.func is _largest_softmax else None
+
+
 def _candidates(module: nn.Module, made: list[torch.Tensor]) -> Iterator[Router]:
     own: Any = type(module).forward
     alone = len(module._parameters) == 1 and not module._buffers and len(inspect.signature(own).parameters) == 2

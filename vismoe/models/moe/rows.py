@@ -52,15 +52,15 @@ class RowsLayer(DynamicLayer):
     def __init__(self, rows: Sequence[Any], kept: bool, note: Callable[[Any], None]):
         super().__init__()
         self.rows, self.is_sliding, self.is_initialized = rows, bool(getattr(rows[0], "is_sliding", False)), True
-        self._kept, self._note = kept, note
+        self.kept, self.note = kept, note
         self._now: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Each row takes its own token `[1, heads, 1, D]`; returned are the new tokens `[B, heads, 1, D]`, `taken` has all."""
         self._now = []
-        for b, row in enumerate(self.rows if self._kept else _each_once(copy.copy, self.rows)):
+        for b, row in enumerate(self.rows if self.kept else _each_once(copy.copy, self.rows)):
             self._now.append(row.update(key_states[b : b + 1], value_states[b : b + 1], *args, **kwargs))
-            self._note(row)
+            self.note(row)
         return key_states, value_states
 
     def taken(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -19,12 +19,42 @@ class GrowingLayer(DynamicLayer):
     and gets memory of its own when it grows.
     """
 
-    keys: Any  # None before the first update
-    values: Any
-    room: int | None = None
-    _held: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values with room
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.room: int | None = None
+        self._held: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values with room
+        self._behind = 0  # tokens behind `_keys` that are in `_held`: views are made when somebody asks for them
+        self._keys: Any = None  # None before the first update
+        self._values: Any = None
+        super().__init__(*args, **kwargs)
+
+    @property
+    def keys(self) -> Any:
+        self._settle()
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._settle()
+        self._keys = keys
+
+    @property
+    def values(self) -> Any:
+        self._settle()
+        return self._values
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._settle()
+        self._values = values
+
+    def _settle(self) -> None:
+        if self._behind and self._held is not None:
+            tokens = self._keys.shape[2] + self._behind
+            self._keys, self._values = (held.narrow(2, 0, tokens) for held in self._held)
+            self._behind = 0
 
     def __copy__(self) -> "GrowingLayer":
+        self._settle()
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._held = None
@@ -39,6 +69,21 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = keys, values
         self._held = None if key_room is None or value_room is None else (key_room, value_room)
         return keys, values
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether `one_more` can be called so often: for one sequence, with memory for its tokens."""
+        if self._held is None:
+            return False
+        (keys, values), shape = self._held, self._keys.shape
+        fits = shape[0] == 1 and shape[2] + self._behind + tokens <= keys.shape[2]
+        return fits and self._keys.data_ptr() == keys.data_ptr() and self._values.data_ptr() == values.data_ptr()
+
+    def one_more(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(memory of the keys and of the values, `[1, heads, room, D]`, the tokens in it) with one more, which the caller writes
+        as the last one."""
+        assert self._held is not None
+        self._behind += 1
+        return *self._held, self._keys.shape[2] + self._behind
 
 
 def _grown(
@@ -78,7 +123,8 @@ def grow_in_place(cache: Any, room: int) -> None:
     """Let the plain layers of a cache grow in place, up to `room` tokens."""
     for index, layer in enumerate(getattr(cache, "layers", ())):
         if type(layer) is DynamicLayer and layer.is_initialized:
-            cache.layers[index] = GrowingLayer()
-            cache.layers[index].__dict__.update(layer.__dict__)
+            cache.layers[index] = growing = GrowingLayer()
+            growing.__dict__.update({name: value for name, value in vars(layer).items() if name not in ("keys", "values")})
+            growing.keys, growing.values = layer.keys, layer.values
         if isinstance(cache.layers[index], GrowingLayer):
             cache.layers[index].room = room

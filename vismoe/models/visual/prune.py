@@ -95,17 +95,15 @@ class VisualPruner:
         self._pass: PrunedPass | None = None
         self._rows: KeptRows | None = None  # the rows that layers from prune_layer on see; None: all
         self._ended: tuple[int, torch.Tensor] | None = None  # tokens so far, and which sequences end with a visual one
-        self._most_experts = 0
         self._hooks = [
             model.register_forward_pre_hook(self._note_kinds, with_kwargs=True),
             model.register_forward_hook(self._forget_failed, always_call=True),
             # Prepended because other hooks read `dropping`.
             decoder.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
         ]
-        for layer in layers[:prune_layer]:
-            for path, experts in expert_modules(layer):
-                self._most_experts = max(self._most_experts, int(experts.num_experts))  # type: ignore[arg-type]
-                self._hooks.append(experts.register_forward_pre_hook(self._note_routing(of_visual_tokens=is_vision(path))))
+        self._experts = [(is_vision(path), experts) for layer in layers[:prune_layer] for path, experts in expert_modules(layer)]
+        self._most_experts = max((int(experts.num_experts) for _, experts in self._experts), default=0)  # type: ignore[arg-type]
+        self._noting: list[Any] = []  # hooks, only while a pass drops tokens: others would pay for them
         for index in range(prune_layer, len(layers)):
             self._hooks.append(layers[index].register_forward_pre_hook(self._narrow(index), with_kwargs=True))
         setattr(decoder, PRUNED_BY, self)
@@ -167,6 +165,7 @@ class VisualPruner:
 
     def remove(self) -> None:
         """Undo the changes to the model."""
+        self._collect(None)
         for hook in self._hooks:
             hook.remove()
         self.images.remove()
@@ -186,11 +185,20 @@ class VisualPruner:
     def _forget_failed(self, model: Any, args: Any, output: Any) -> None:
         """Forget the images of a failed pass; otherwise the next pass would take them for its own."""
         if output is None:
-            self._pass = None
+            self._collect(None)
             self.begin_request()
 
+    def _collect(self, step: PrunedPass | None) -> None:
+        """From now on this pass collects candidates to drop; None: none does."""
+        while self._noting:
+            self._noting.pop().remove()
+        self._pass = step
+        if step is not None:
+            self._noting += [experts.register_forward_pre_hook(self._note_routing(visual)) for visual, experts in self._experts]
+
     def _begin(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._pass = self._rows = None
+        self._collect(None)
+        self._rows = None
         cache, embeddings = cache_in(kwargs), kwargs.get("inputs_embeds")
         past = int(cache.get_seq_length()) if cache is not None else 0
         kinds, self._kinds = self._kinds, None
@@ -203,8 +211,9 @@ class VisualPruner:
             assert embeddings is not None and kinds.shape == embeddings.shape[:2], (
                 "embeddings and visual_pos_masks differ in shape"
             )
-            self._pass = PrunedPass(past, kinds, embeddings)
-            self._refuse_cut_image(self._pass)
+            step = PrunedPass(past, kinds, embeddings)
+            self._collect(step)
+            self._refuse_cut_image(step)
         elif kinds is None and self._acts and past == 0 and self.images.heard:
             raise InputError(
                 "images were encoded, but without input_ids their tokens are unknown. Fix: call the model with "
@@ -295,7 +304,7 @@ class VisualPruner:
 
     def _drop(self, step: PrunedPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Narrows the rest of the pass to kept rows; returns the layer's arguments with narrowed hidden states."""
-        self._pass = None
+        self._collect(None)
         hidden, keep = self._select(step, args[0] if args else kwargs["hidden_states"])
         rows = left_padded(keep)
         cached, padded = rows[:, :0], bool((rows < 0).any())

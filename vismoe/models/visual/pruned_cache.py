@@ -33,9 +33,6 @@ class PrunedLayer(GrowingLayer):
     `window`: size of a sliding attention window, which a sequence cannot exceed, since the cache counts slots and not positions.
     """
 
-    keys: Any  # None before the first update
-    values: Any
-
     def __init__(self, window: int | None = None) -> None:
         super().__init__()
         self.window, self.is_sliding = window, window is not None
@@ -77,6 +74,10 @@ class PrunedLayer(GrowingLayer):
             self._know(_consecutive(0, self.keys[..., :0, :]), 0)
         self._refuse_beyond_window()
         return result
+
+    def has_room(self, tokens: int) -> bool:
+        plain = self.window is None and self._incoming is None and self._known is not None
+        return plain and super().has_room(tokens)
 
     def _know(self, positions: torch.Tensor, covered: int) -> None:
         self._known, self._covered, self.padded = positions, covered, bool((positions < 0).any())

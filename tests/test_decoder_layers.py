@@ -1,0 +1,300 @@
+"""Decoder layers of single tokens in one call: the bits, caches and counters that their modules give, and who computes when."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import tiny_models
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from searching import examples
+from test_resident import FAMILY, Twin, assert_same
+from torch import nn
+
+from vismoe.kernels import cpu
+from vismoe.kernels.decoder_layer import PARTS
+from vismoe.models.family.caches import CACHE, cache_in
+from vismoe.models.moe.attention import group_queries
+from vismoe.models.moe.decoder_layers import ServedLayer, serve_decoder_layers, served_layers
+from vismoe.models.moe.linears import serve_linears
+from vismoe.models.moe.norms import serve_norms
+from vismoe.models.moe.rotary import serve_rotations
+from vismoe.models.moe.routers import serve_routers
+from vismoe.models.visual.growing_cache import GrowingLayer, grow_in_place
+from vismoe.models.visual.pruned_cache import PrunedLayer
+
+pytestmark = pytest.mark.skipif(cpu.available() == ("portable",), reason="this processor has no attention kernel")
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[bool]:
+    """For each call of a served layer whether it computed the layer."""
+    calls, own = [], ServedLayer.run
+
+    def run(*given):
+        made = own(*given)
+        calls.append(made is not None)
+        return made
+
+    monkeypatch.setattr(ServedLayer, "run", run)
+    return calls
+
+
+# ------------------------------------------------------------------ with paged experts
+@pytest.fixture(scope="module", params=[("100%", "none"), ("60%", "none"), ("60%", "gate")], ids="-".join)
+def twins(request, tmp_path_factory) -> tuple[Twin, Twin]:
+    memory, lookahead = request.param
+    folder = tmp_path_factory.mktemp("decoder-layers")
+    tiny_models.save(FAMILY, folder, dtype=torch.bfloat16)
+    return tuple(Twin(folder, True, whole, memory=memory, lookahead=lookahead, context=600) for whole in (True, False))
+
+
+@settings(max_examples=examples(6), deadline=None)
+@given(st.integers(1, 2), st.integers(1, 12), st.lists(st.sampled_from([1, 1, 1, 1, 4]), max_size=12), st.integers(0, 2**31))
+def test_everything_comes_out_as_by_the_modules(twins, batch, tokens, steps, seed):
+    prompts = torch.randint(3, 500, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+    whole, apart = twins
+    for ours, theirs in zip(whole.passes(prompts, steps), apart.passes(prompts, steps), strict=True):
+        assert torch.equal(ours, theirs)
+    if whole.context.lookahead_inputs.lookahead is None:  # guesses are made as long as they win time, which differs
+        assert_same(whole.state(), apart.state())
+
+
+def test_one_call_computes_the_layers_of_a_token_once_the_cache_has_room(twins, ran):
+    whole, apart = twins
+    layers = list(served_layers(whole.model))
+    assert len(layers) == len(whole.pager.inventory.layers) and all(layer.experts is not None for layer in layers)
+    assert not list(served_layers(apart.model)) and f"in {len(layers)} decoder" in whole.runtime.backends["layers"]
+    whole.passes(torch.arange(3, 60)[None], [1])
+    ran.clear()
+    whole.passes(torch.arange(3, 60)[None], [1] * 5)
+    assert ran.count(True) == 4 * len(layers)  # not those of the prompt, nor of the first token, which makes room
+    spent = layers[0].native.spent()
+    assert spent.keys() == set(PARTS) and all(seconds > 0 and calls > 0 for seconds, calls, _ in spent.values())
+    assert spent["linears"][2] % sum(weight.held[0].nbytes for weight in layers[0].native._linears) == 0
+
+
+@torch.inference_mode()
+def test_a_cache_beyond_its_room_is_extended_by_the_modules(twins, ran):
+    tokens, layers = 300, len(twins[0].pager.inventory.layers)  # room is made for 256 at a time
+    logits = [twin.passes(torch.arange(3, 9)[None], [1] * tokens) for twin in twins]
+    assert all(map(torch.equal, *logits))
+    assert ran.count(False) >= 2 * layers and ran.count(True) >= (tokens - 4) * layers
+
+
+# ------------------------------------------------------------------ families, without paging
+def serve(model: nn.Module) -> tuple[int, int]:
+    for part in (serve_linears, serve_routers, serve_norms, serve_rotations, group_queries):
+        part(model)
+    return serve_decoder_layers(model)
+
+
+def tokens_of(model: nn.Module, prompt: torch.Tensor, steps: int, **given) -> list[torch.Tensor]:
+    out = model(prompt, use_cache=True)
+    cache, logits = cache_in(out), [out.logits]
+    grow_in_place(cache, 64)
+    for _ in range(steps):
+        logits.append(model(logits[-1][:, -1:].argmax(-1), use_cache=True, **{CACHE: cache}, **given).logits)
+    return logits
+
+
+FAMILIES = {  # layers that one call computes, of 3
+    "qwen2_moe": 3,  # biases
+    "glm4_moe": 3,  # a part of each head turns; a dense layer
+    "minimax_m2": 3,  # norms of all heads of a token
+    "granitemoe": 3,
+    "exaone_moe": 1,  # and that one's window has a cache of its own
+    "olmoe": 3,
+    "afmoe": 0,  # four norms
+    "qwen3_next": 0,  # a gate behind attention
+    "gpt_oss": 0,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_layers_of_a_family_have_the_bits_of_their_modules(family, ran):
+    model = tiny_models.build(family).to(torch.bfloat16).eval()
+    served, with_experts = serve(model)
+    assert served == FAMILIES[family] and (with_experts > 0) == (family == "olmoe")
+    for module in model.modules():  # experts compute as they do without a pager
+        module.__dict__.pop("_vismoe_layer", None)
+    layers = list(served_layers(model))
+    for layer in layers:
+        if layer.experts is not None:
+            layer.experts.register_forward_pre_hook(lambda *given: None)  # somebody listens: the module is called
+    prompt = torch.arange(3, 11)[None]
+    ours = tokens_of(model, prompt, 5)
+    assert ran.count(True) == (0 if family == "exaone_moe" else 4 * served)
+    for module in model.modules():
+        if module.__dict__.get("forward") and "ServedLayer" in repr(module.__dict__["forward"]):
+            del module.forward
+    assert not list(served_layers(model))
+    assert all(map(torch.equal, ours, tokens_of(model, prompt, 5)))
+
+
+# ------------------------------------------------------------------ when the modules compute
+def in_training(model):
+    model.model.layers[1].train()
+
+
+def with_eager_attention(model):
+    model.set_attn_implementation("eager")
+
+
+def with_a_listener(model):
+    model.model.layers[1].self_attn.q_norm.register_forward_hook(lambda *given: None)
+
+
+def with_another_weight(model):
+    projection = model.model.layers[1].self_attn.k_proj
+    projection.weight = nn.Parameter(projection.weight * 2, requires_grad=False)
+
+
+def with_moved_memory(model):
+    norm = model.model.layers[1].input_layernorm
+    norm.weight.data = norm.weight * 2
+
+
+def with_an_adapter(model):
+    attention = model.model.layers[1].self_attn
+
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return self.base(x) + x.mean()
+
+    attention.v_proj = Adapted(attention.v_proj)
+
+
+CHANGES = (in_training, with_eager_attention, with_a_listener, with_another_weight, with_moved_memory, with_an_adapter)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.inference_mode()
+def test_after_a_change_of_the_modules_these_compute(change, ran):
+    model = tiny_models.build("qwen2_moe" if change is not with_a_listener else "qwen3_moe").to(torch.bfloat16).eval()
+    assert serve(model)[0] == 3
+    for layer in served_layers(model):
+        if layer.experts is not None:
+            layer.experts.register_forward_pre_hook(lambda *given: None)
+    prompt = torch.arange(3, 11)[None]
+    before = tokens_of(model, prompt, 3)
+    assert ran.count(True) == 6
+    change(model)
+    ran.clear()
+    after = tokens_of(model, prompt, 3)
+    assert not any(ran)
+    plain = tiny_models.build("qwen2_moe" if change is not with_a_listener else "qwen3_moe").to(torch.bfloat16).eval()
+    for part in (serve_linears, serve_routers, serve_norms, serve_rotations, group_queries):
+        part(plain)
+    change(plain)
+    assert all(map(torch.equal, after, tokens_of(plain, prompt, 3)))
+    changed = change in (with_another_weight, with_moved_memory, with_an_adapter)
+    assert changed != all(map(torch.equal, before, after)) or change is with_eager_attention
+
+
+@torch.no_grad()
+def test_masks_gradients_and_what_is_asked_of_modules_go_to_them(ran):
+    model = tiny_models.build("qwen2_moe").to(torch.bfloat16).eval()
+    serve(model)
+    prompt = torch.arange(3, 11)[None]
+    outputs = model(prompt, use_cache=True)
+    cache = cache_in(outputs)
+    grow_in_place(cache, 64)
+    token = prompt[:, :1]
+    model(token, use_cache=True, **{CACHE: cache})
+    ran.clear()
+    model(token, use_cache=True, output_router_logits=True, **{CACHE: cache})
+    model(torch.arange(3, 5)[None], use_cache=True, **{CACHE: cache})  # two tokens
+    model(token, **{CACHE: None}, use_cache=False)
+    mask = torch.ones(1, int(cache.get_seq_length()) + 1, dtype=torch.long)
+    mask[:, 0] = 0
+    model(token, attention_mask=mask, use_cache=True, **{CACHE: cache})
+    with torch.enable_grad():
+        model(token, use_cache=True, **{CACHE: cache})
+    assert not any(ran)
+    states = model(token, use_cache=True, output_hidden_states=True, **{CACHE: cache}).hidden_states
+    again = [state.clone() for state in states]
+    model(token + 1, use_cache=True, **{CACHE: cache})
+    assert all(map(torch.equal, states, again))  # what a pass has returned is its own
+
+
+# ------------------------------------------------------------------ the cache
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.sampled_from(["one", "update", "crop", "copy", "look", "back"]), max_size=30), st.booleans())
+def test_a_cache_that_grows_by_one_more_holds_what_was_written(actions, pruned):
+    chance = torch.Generator().manual_seed(len(actions))
+
+    def numbers(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.randn(1, 2, tokens, 4, generator=chance) for _ in range(2))
+
+    layer, left = PrunedLayer() if pruned else GrowingLayer(), None
+    layer.room = 40
+    expected = numbers(3)
+    layer.update(*expected)
+    for action in actions:
+        if action == "one" and layer.has_room(1):
+            new, (keys, values, tokens) = numbers(1), layer.one_more()
+            assert tokens == expected[0].shape[2] + 1
+            for memory, part in zip((keys, values), new):
+                memory[:, :, tokens - 1] = part[:, :, 0]
+            expected = tuple(torch.cat(both, dim=2) for both in zip(expected, new))
+        elif action == "update" and expected[0].shape[2] < 38:
+            new = numbers(2)
+            layer.update(*new)
+            expected = tuple(torch.cat(both, dim=2) for both in zip(expected, new))
+        elif action == "crop" and expected[0].shape[2] > 2:
+            layer.crop(-1)
+            expected = tuple(part[:, :, :-1] for part in expected)
+        elif action == "copy":
+            other = copy.copy(layer)
+            assert not other.has_room(1) and torch.equal(other.keys, expected[0])
+            layer = other
+            left = None
+        elif action == "look":
+            assert torch.equal(layer.keys, expected[0]) and torch.equal(layer.values, expected[1])
+            assert layer.get_seq_length() == expected[0].shape[2]
+        elif action == "back":  # as rows that give up later tokens
+            if left is None:
+                left = vars(layer).copy(), expected
+            else:
+                vars(layer).update(left[0])
+                expected, left = left[1], None
+        if left is not None and expected[0].shape[2] < left[1][0].shape[2]:
+            left = None  # what it would go back to has been written over
+    assert torch.equal(layer.keys, expected[0]) and torch.equal(layer.values, expected[1])
+
+
+def test_caches_without_memory_of_their_own_have_no_room():
+    layer = GrowingLayer()
+    assert not layer.has_room(1)
+    layer.room = 8
+    layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
+    assert layer.has_room(5) and not layer.has_room(6)
+    layer.batch_repeat_interleave(2)
+    assert not layer.has_room(1)
+    sliding = PrunedLayer(window=100)
+    sliding.room = 8
+    sliding.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
+    assert not sliding.has_room(1)
+
+
+@torch.inference_mode()
+def test_no_cache_outlives_its_request():
+    model = tiny_models.build("qwen2_moe").to(torch.bfloat16).eval()
+    serve(model)
+    out = model(torch.arange(3, 11)[None], use_cache=True)
+    cache = cache_in(out)
+    grow_in_place(cache, 64)
+    for _ in range(3):
+        model(torch.tensor([[5]]), use_cache=True, **{CACHE: cache})
+    held = weakref.ref(cache), weakref.ref(cache.layers[0]._held[0])
+    del out, cache
+    gc.collect()
+    assert held[0]() is None and held[1]() is None

@@ -1,0 +1,235 @@
+"""What the latest token of each sequence passes through in a decoder layer, in one call.
+
+Norm, projections of queries, keys and values, their norms, rotary embedding, attention over keys and values where they lie, the
+output's projection, residual, norm, the choice of experts, and if they are resident the experts and their residual: each as the
+function that computes it alone (`rows`, `cpu`, `attention`, `resident`), with its bits. Numbers are of one type, sums of products
+float32.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vismoe.kernels import cpu
+from vismoe.kernels.library import function
+from vismoe.kernels.resident import ResidentLayer
+from vismoe.kernels.rows import NUMBER_OF
+
+_SIZE, _PLACE, _NUMBER, _FLOAT, _DOUBLE = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32, ctypes.c_float, ctypes.c_double
+_decoder_layer = function("vismoe_decoder_layer", [_PLACE, _PLACE, _SIZE, *[_PLACE] * 9, _DOUBLE, _DOUBLE, _PLACE], _NUMBER)
+PARTS = ("norms", "linears", "rotations", "cache", "attention", "routers", "experts")  # in the order of csrc/decoder_layer.cpp
+
+
+class Weight(NamedTuple):
+    """A weight `[out, in]` in any encoding, as `cpu.matrix_of` describes it; `held` keeps its memory."""
+
+    matrix: cpu._Matrix
+    base: int
+    held: tuple[Tensor, ...]
+
+
+class RowNorm(NamedTuple):
+    """x / sqrt(mean(x^2) + eps) * (unit + weight), the mean over rows of `width` numbers."""
+
+    weight: Tensor | None
+    eps: float
+    unit: float
+    width: int
+
+
+class Router(NamedTuple):
+    """Chooses the `chosen` largest logits; their weights are a softmax over all, or if `normalised` over these, in `dtype`."""
+
+    weight: Weight
+    chosen: int
+    normalised: bool
+    dtype: torch.dtype
+
+
+class Cached(NamedTuple):
+    """Memory of one sequence's keys `[1, groups, room, D]` and values `[1, groups, room, E]`, contiguous, of which the first
+    `tokens` are in use once the new one is there."""
+
+    keys: Tensor
+    values: Tensor
+    tokens: int
+
+
+class Asked(NamedTuple):
+    """The experts of the layer, each use of which counts `weight` at `tick` (resident.py)."""
+
+    layer: ResidentLayer
+    weight: float
+    tick: int
+
+
+class FirstHalf(NamedTuple):
+    """`residual` `[n, 1, H]`: hidden states and attention; `normed`: its norm. Weights and ids `[n, K]`: what a router chose."""
+
+    residual: Tensor
+    normed: Tensor
+    weights: Tensor | None
+    ids: Tensor | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Query heads in groups that share the heads of keys (`columns` wide) and values."""
+
+    inputs: int
+    groups: int
+    heads: int  # of a group
+    columns: int
+    value_columns: int
+
+
+class _RowNorm(ctypes.Structure):
+    _fields_ = [("weight", _PLACE), ("eps", _FLOAT), ("unit", _FLOAT), ("width", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, norm: RowNorm | None) -> "_RowNorm":
+        if norm is None:
+            return cls(None, -1.0, 0.0, 0)
+        return cls(None if norm.weight is None else norm.weight.data_ptr(), *norm[1:])
+
+
+class _Spent(ctypes.Structure):
+    _fields_ = [("seconds", _DOUBLE), ("calls", ctypes.c_int64), ("bytes", ctypes.c_int64)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("matrices", _PLACE * 4),
+        ("weights", _PLACE * 4),
+        *((name, _RowNorm) for name in ("before", "of_queries", "of_keys", "behind")),
+        ("router", _PLACE),
+        ("router_weight", _PLACE),
+        *((name, ctypes.c_int64) for name in ("inputs", "groups", "heads", "columns", "value_columns", "turned", "chosen")),
+        ("scale", _FLOAT),
+        *((name, _NUMBER) for name in ("dtype", "normalised", "weights_dtype")),
+        ("spent", _Spent * len(PARTS)),
+        ("first_half_s", _DOUBLE),
+        ("experts_s", _DOUBLE),
+    ]
+
+
+class _Cached(ctypes.Structure):
+    _fields_ = [("keys", _PLACE), ("values", _PLACE), *((name, ctypes.c_int64) for name in ("key_head", "value_head", "tokens"))]
+
+
+class DecoderLayer:
+    """Made for one layer's weights, which it holds.
+
+    linears: of queries, keys, values and of the output. norms: before attention, of queries, of keys (of each head, or of all of
+    a token; None: there is none), and behind attention. scale: of the products of queries and keys. dtype: of everything but the
+    weights of experts.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        linears: Sequence[Weight],
+        norms: tuple[RowNorm, RowNorm | None, RowNorm | None, RowNorm],
+        router: Router | None,
+        scale: float,
+        dtype: torch.dtype,
+    ):
+        self.shape, self.dtype, self.router = shape, dtype, router
+        self._linears, self._norms = tuple(linears), norms  # held, for the addresses below
+        places = [ctypes.addressof(weight.matrix) for weight in self._linears]
+        chosen = (0, False, torch.float32) if router is None else router[1:]
+        self._layer = _Layer(
+            (_PLACE * 4)(*places),
+            (_PLACE * 4)(*(weight.base for weight in self._linears)),
+            *map(_RowNorm.of, norms),
+            None if router is None else ctypes.addressof(router.weight.matrix),
+            None if router is None else router.weight.base,
+            *(shape.inputs, shape.groups, shape.heads, shape.columns, shape.value_columns, 0, chosen[0]),
+            scale,
+            *(NUMBER_OF[dtype], chosen[1], NUMBER_OF[chosen[2]]),
+        )
+        self._at = ctypes.addressof(self._layer)
+        self._room(1)
+
+    def _room(self, n: int) -> None:
+        """Memory for n tokens, which every call writes anew: allocating it would take as long as a norm."""
+        router = self.router
+        self._rows = (_Cached * n)()
+        self._first_half = FirstHalf(
+            torch.empty(n, 1, self.shape.inputs, dtype=self.dtype),
+            torch.empty(n, 1, self.shape.inputs, dtype=self.dtype),
+            None if router is None else torch.empty(n, router.chosen, dtype=router.dtype),
+            None if router is None else torch.empty(n, router.chosen, dtype=torch.int64),
+        )
+        self._places = [None if part is None else part.data_ptr() for part in self._first_half]
+        self._ids = None if self._first_half.ids is None else self._first_half.ids.numpy()
+
+    def takes(self, hidden: Tensor) -> bool:
+        """Whether `run` computes hidden `[n, 1, H]`: contiguous, in the layer's type, on the CPU."""
+        shape = hidden.shape
+        fits = len(shape) == 3 and shape[1] == 1 and shape[2] == self.shape.inputs and hidden.dtype is self.dtype
+        return fits and hidden.is_contiguous() and hidden.is_cpu
+
+    def takes_angles(self, cos: Tensor, sin: Tensor) -> bool:
+        """The same of angles `[n, 1, R]`."""
+        shape = cos.shape
+        fits = len(shape) == 3 and shape[1] == 1 and shape[2] <= self.shape.columns and shape == sin.shape
+        return fits and all(part.dtype is self.dtype and part.is_contiguous() and part.is_cpu for part in (cos, sin))
+
+    def run(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, cached: Sequence[Cached], asked: Asked | None = None
+    ) -> tuple[Tensor, int] | None:
+        """(the output `[n, 1, H]` for the latest tokens `[n, 1, H]` of n sequences, whose new keys and values are written into
+        their memory, how many experts were demanded); None: nothing asked for experts, or not all are resident; then
+        `first_half` says what was computed. Raises BudgetError, CheckpointError."""
+        cpu.setup()
+        n = hidden.shape[0]
+        if n != len(self._rows):
+            self._room(n)
+        for row, (keys, values, tokens) in zip(self._rows, cached, strict=True):
+            row.keys, row.values, row.tokens = keys.data_ptr(), values.data_ptr(), tokens
+            row.key_head, row.value_head = keys.stride(1), values.stride(1)
+        self._layer.turned = cos.shape[2]
+        out = experts = None
+        if asked is not None:
+            out, experts = torch.empty_like(hidden), asked.layer
+        demanded = _decoder_layer()(
+            self._at,
+            hidden.data_ptr(),
+            n,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            ctypes.addressof(self._rows),
+            *self._places,
+            None if out is None else out.data_ptr(),
+            None if experts is None else experts.at,
+            0.0 if asked is None else asked.weight,
+            0.0 if asked is None else asked.tick,
+            None if experts is None else experts.experts_at,
+        )
+        if demanded < -1:
+            cpu.refuse(-1 - demanded)
+        return None if out is None or demanded < 0 else (out, demanded)
+
+    def first_half(self) -> FirstHalf:
+        """Of the latest `run`, in memory of its own."""
+        return FirstHalf(*(None if part is None else part.clone() for part in self._first_half))  # type: ignore[arg-type]
+
+    def chosen(self) -> np.ndarray:
+        """The ids int64 `[n, K]` of experts of the latest `run`."""
+        assert self._ids is not None
+        return self._ids.copy()
+
+    @property
+    def spent_s(self) -> tuple[float, float]:
+        """Seconds of the latest `run` before the experts, and of these if it computed them."""
+        return self._layer.first_half_s, self._layer.experts_s
+
+    def spent(self) -> dict[str, tuple[float, int, int]]:
+        """What each of PARTS has taken so far: seconds, calls, and bytes of weights, keys and values (but for experts)."""
+        return {part: (sums.seconds, sums.calls, sums.bytes) for part, sums in zip(PARTS, self._layer.spent, strict=True)}

@@ -7,7 +7,8 @@ float32.
 """
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from vismoe.kernels import cpu
 from vismoe.kernels.library import function
-from vismoe.kernels.resident import ResidentLayer
+from vismoe.kernels.resident import MOST_PAIRS, ResidentLayer
 from vismoe.kernels.rows import NUMBER_OF
 
 _SIZE, _PLACE, _NUMBER, _FLOAT, _DOUBLE = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32, ctypes.c_float, ctypes.c_double
-_decoder_layer = function("vismoe_decoder_layer", [_PLACE, _PLACE, _SIZE, *[_PLACE] * 9, _DOUBLE, _DOUBLE, _PLACE], _NUMBER)
+_decoder_layer = function(
+    "vismoe_decoder_layer", [_PLACE, _PLACE, _SIZE, _PLACE, _PLACE, _SIZE, *[_PLACE] * 7, _DOUBLE, _DOUBLE, _PLACE], _NUMBER
+)
 PARTS = ("norms", "linears", "rotations", "cache", "attention", "routers", "experts")  # in the order of csrc/decoder_layer.cpp
 
 
@@ -58,6 +61,13 @@ class Cached(NamedTuple):
     keys: Tensor
     values: Tensor
     tokens: int
+
+
+class NewTokens(NamedTuple):
+    """Where the keys and values of each sequence's new token go, and what to call when they are there."""
+
+    places: Sequence[Cached]
+    written: Callable[[], None]
 
 
 class Asked(NamedTuple):
@@ -109,7 +119,7 @@ class _Layer(ctypes.Structure):
         *((name, _RowNorm) for name in ("before", "of_queries", "of_keys", "behind")),
         ("router", _PLACE),
         ("router_weight", _PLACE),
-        *((name, ctypes.c_int64) for name in ("inputs", "groups", "heads", "columns", "value_columns", "turned", "chosen")),
+        *((name, ctypes.c_int64) for name in ("inputs", "groups", "heads", "columns", "value_columns", "chosen")),
         ("scale", _FLOAT),
         *((name, _NUMBER) for name in ("dtype", "normalised", "weights_dtype")),
         ("spent", _Spent * len(PARTS)),
@@ -120,6 +130,21 @@ class _Layer(ctypes.Structure):
 
 class _Cached(ctypes.Structure):
     _fields_ = [("keys", _PLACE), ("values", _PLACE), *((name, ctypes.c_int64) for name in ("key_head", "value_head", "tokens"))]
+
+
+class _Room:
+    """What a call for n tokens writes."""
+
+    def __init__(self, n: int, inputs: int, router: Router | None, dtype: torch.dtype):
+        self.rows = (_Cached * n)()
+        self.first_half = FirstHalf(
+            torch.empty(n, 1, inputs, dtype=dtype),
+            torch.empty(n, 1, inputs, dtype=dtype),
+            None if router is None else torch.empty(n, router.chosen, dtype=router.dtype),
+            None if router is None else torch.empty(n, router.chosen, dtype=torch.int64),
+        )
+        self.places = [None if part is None else part.data_ptr() for part in self.first_half]
+        self.ids = None if self.first_half.ids is None else self.first_half.ids.numpy()
 
 
 class DecoderLayer:
@@ -139,7 +164,7 @@ class DecoderLayer:
         scale: float,
         dtype: torch.dtype,
     ):
-        self.shape, self.dtype, self.router = shape, dtype, router
+        self.shape, self.scale, self.dtype, self.router = shape, scale, dtype, router
         self._linears, self._norms = tuple(linears), norms  # held, for the addresses below
         places = [ctypes.addressof(weight.matrix) for weight in self._linears]
         chosen = (0, False, torch.float32) if router is None else router[1:]
@@ -149,52 +174,45 @@ class DecoderLayer:
             *map(_RowNorm.of, norms),
             None if router is None else ctypes.addressof(router.weight.matrix),
             None if router is None else router.weight.base,
-            *(shape.inputs, shape.groups, shape.heads, shape.columns, shape.value_columns, 0, chosen[0]),
+            *(shape.inputs, shape.groups, shape.heads, shape.columns, shape.value_columns, chosen[0]),
             scale,
             *(NUMBER_OF[dtype], chosen[1], NUMBER_OF[chosen[2]]),
         )
         self._at = ctypes.addressof(self._layer)
-        self._room(1)
+        self._rooms = threading.local()
 
-    def _room(self, n: int) -> None:
-        """Memory for n tokens, which every call writes anew: allocating it would take as long as a norm."""
-        router = self.router
-        self._rows = (_Cached * n)()
-        self._first_half = FirstHalf(
-            torch.empty(n, 1, self.shape.inputs, dtype=self.dtype),
-            torch.empty(n, 1, self.shape.inputs, dtype=self.dtype),
-            None if router is None else torch.empty(n, router.chosen, dtype=router.dtype),
-            None if router is None else torch.empty(n, router.chosen, dtype=torch.int64),
-        )
-        self._places = [None if part is None else part.data_ptr() for part in self._first_half]
-        self._ids = None if self._first_half.ids is None else self._first_half.ids.numpy()
+    def _room(self, n: int) -> "_Room":
+        """This thread's memory for n tokens, which every call writes anew: allocating it would take as long as a norm."""
+        room: _Room | None = getattr(self._rooms, "room", None)
+        if room is None or len(room.rows) != n:
+            room = self._rooms.room = _Room(n, self.shape.inputs, self.router, self.dtype)
+        return room
 
     def takes(self, hidden: Tensor) -> bool:
         """Whether `run` computes hidden `[n, 1, H]`: contiguous, in the layer's type, on the CPU."""
         shape = hidden.shape
         fits = len(shape) == 3 and shape[1] == 1 and shape[2] == self.shape.inputs and hidden.dtype is self.dtype
-        return fits and hidden.is_contiguous() and hidden.is_cpu
+        few = self.router is None or shape[0] * self.router.chosen <= MOST_PAIRS
+        return fits and few and hidden.is_contiguous() and hidden.is_cpu
 
     def takes_angles(self, cos: Tensor, sin: Tensor) -> bool:
-        """The same of angles `[n, 1, R]`."""
+        """The same of angles `[n, 1, R]`, R even; n must be that of the hidden states."""
         shape = cos.shape
-        fits = len(shape) == 3 and shape[1] == 1 and shape[2] <= self.shape.columns and shape == sin.shape
+        fits = len(shape) == 3 and shape[1] == 1 and shape[2] <= self.shape.columns and not shape[2] % 2 and shape == sin.shape
         return fits and all(part.dtype is self.dtype and part.is_contiguous() and part.is_cpu for part in (cos, sin))
 
     def run(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, cached: Sequence[Cached], asked: Asked | None = None
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, new: NewTokens, asked: Asked | None = None
     ) -> tuple[Tensor, int] | None:
         """(the output `[n, 1, H]` for the latest tokens `[n, 1, H]` of n sequences, whose new keys and values are written into
         their memory, how many experts were demanded); None: nothing asked for experts, or not all are resident; then
         `first_half` says what was computed. Raises BudgetError, CheckpointError."""
         cpu.setup()
         n = hidden.shape[0]
-        if n != len(self._rows):
-            self._room(n)
-        for row, (keys, values, tokens) in zip(self._rows, cached, strict=True):
+        room = self._room(n)
+        for row, (keys, values, tokens) in zip(room.rows, new.places, strict=True):
             row.keys, row.values, row.tokens = keys.data_ptr(), values.data_ptr(), tokens
             row.key_head, row.value_head = keys.stride(1), values.stride(1)
-        self._layer.turned = cos.shape[2]
         out = experts = None
         if asked is not None:
             out, experts = torch.empty_like(hidden), asked.layer
@@ -204,8 +222,9 @@ class DecoderLayer:
             n,
             cos.data_ptr(),
             sin.data_ptr(),
-            ctypes.addressof(self._rows),
-            *self._places,
+            cos.shape[2],
+            ctypes.addressof(room.rows),
+            *room.places,
             None if out is None else out.data_ptr(),
             None if experts is None else experts.at,
             0.0 if asked is None else asked.weight,
@@ -214,16 +233,16 @@ class DecoderLayer:
         )
         if demanded < -1:
             cpu.refuse(-1 - demanded)
+        new.written()
         return None if out is None or demanded < 0 else (out, demanded)
 
     def first_half(self) -> FirstHalf:
-        """Of the latest `run`, in memory of its own."""
-        return FirstHalf(*(None if part is None else part.clone() for part in self._first_half))  # type: ignore[arg-type]
+        """Of this thread's latest `run`, in memory of its own."""
+        return FirstHalf(*(None if part is None else part.clone() for part in self._rooms.room.first_half))  # type: ignore[arg-type]
 
     def chosen(self) -> np.ndarray:
-        """The ids int64 `[n, K]` of experts of the latest `run`."""
-        assert self._ids is not None
-        return self._ids.copy()
+        """The ids int64 `[n, K]` of experts of this thread's latest `run`."""
+        return self._rooms.room.ids.copy()
 
     @property
     def spent_s(self) -> tuple[float, float]:

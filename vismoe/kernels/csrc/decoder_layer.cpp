@@ -44,7 +44,7 @@ struct DecoderLayer {
   RowNorm before, of_queries, of_keys, behind;  // the second and third between the projections and the rotation
   const Matrix* router;                         // null: its own code computes it
   const void* router_weight;
-  std::int64_t inputs, groups, heads, columns, value_columns, turned, chosen;  // heads of a group
+  std::int64_t inputs, groups, heads, columns, value_columns, chosen;  // heads of a group
   float scale;
   std::int32_t dtype, normalised, weights_dtype;
   Spent spent[kParts];
@@ -121,7 +121,7 @@ class Arrays {
 // Returns how many experts were demanded; -1 where one is not resident, or none was asked for: then there is no output, and nothing
 // was counted; -2 where memory or threads could not be had, -3 for a damaged lossless record: then nothing counts.
 VISMOE_API std::int32_t vismoe_decoder_layer(DecoderLayer* layer, const void* hidden, std::size_t n, const void* cos,
-                                             const void* sin, const CachedRow* cached, void* residual, void* normed, void* weights,
+                                             const void* sin, std::size_t turned, const CachedRow* cached, void* residual, void* normed, void* weights,
                                              std::int64_t* ids, void* out, const ResidentLayer* experts, double weight, double tick,
                                              std::int32_t* demanded) try {
   thread_local std::vector<std::uint8_t> scratch;
@@ -156,8 +156,9 @@ VISMOE_API std::int32_t vismoe_decoder_layer(DecoderLayer* layer, const void* hi
   failed |= norm(l.of_keys, at(keys_at), at(keys_at), n * groups * columns);
   if (l.of_queries.eps >= 0 || l.of_keys.eps >= 0) watch.ended(kNorms, (size(l.of_queries.width + l.of_keys.width)) * item, 2);
   failed |= vismoe_rotate(at(queries_at), heads, at(turned_queries_at), at(keys_at), groups, at(turned_keys_at), cos, sin, n,
-                          columns, size(l.turned), l.dtype);
+                          columns, turned, l.dtype);
   watch.ended(kRotations, 0);
+  if (failed) return -2;
   rows.resize(n);
   std::size_t tokens = 0;
   for (std::size_t row = 0; row < n; row++) {

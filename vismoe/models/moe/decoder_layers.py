@@ -8,6 +8,7 @@ computes them, too; otherwise the experts are demanded, or the block's module ru
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as everywhere
 from transformers import DynamicCache
+from transformers.utils import output_capturing
 
 from vismoe.kernels import cpu
 from vismoe.kernels.attention import COLUMNS
-from vismoe.kernels.decoder_layer import Cached, DecoderLayer, Router, RowNorm, Shape, Weight
+from vismoe.kernels.decoder_layer import Cached, DecoderLayer, NewTokens, Router, RowNorm, Shape, Weight
 from vismoe.kernels.rows import NUMBER_OF
 from vismoe.lookahead.gate import Capture
 from vismoe.models.family.caches import CACHE
@@ -31,14 +34,16 @@ from vismoe.models.moe.heavy_hitters import HEARD_BY
 from vismoe.models.moe.linears import EncodedLinear
 from vismoe.models.moe.norms import norm_form
 from vismoe.models.moe.own_forward import give_forward
+from vismoe.models.moe.rotary import is_served
 from vismoe.models.moe.routers import chosen_by
-from vismoe.models.moe.rows import RowsCache, RowsLayer, running_rows
+from vismoe.models.moe.rows import RowsCache, RowsLayer, running_rows, served_by_row
 from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.types import Format
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS_OF_HEADS = ("q_norm", "k_norm")
 KNOWN = frozenset({CACHE, "attention_mask", "position_embeddings", "position_ids", "use_cache"})  # what a layer may be given
+EVERYWHERE = (everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks)  # hooks of all modules
 MOST_ANGLES = 4  # that a decoder makes for a pass, for several kinds of layers
 CACHED_TOKENS = 5  # before the token that layers are compared on
 
@@ -80,13 +85,16 @@ class Passes:
     replaced, and what they are given is known. A pass is told by its angles, which a decoder makes once for all layers."""
 
     def __init__(self, layers: Sequence["ServedLayer"]):
-        self._attentions = [layer.attention for layer in layers]
-        self._natives = {layer.native.shape: layer.native for layer in layers}.values()
+        self._attentions = [(layer.attention, layer.native.scale) for layer in layers]
+        self._natives = list({layer.native.shape: layer.native for layer in layers}.values())
         self._norms = [layer.behind for layer in layers]
-        self._listeners = [hooks for layer in layers for hooks in layer.listeners]
+        silent = [module for layer in layers for module in layer.silent]
+        self._forwards = [(module, module.__dict__.get("forward")) for module in (*silent, *self._norms)]
+        self._listeners = [hooks for module in silent for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+        self._listeners += [layer.behind._forward_hooks for layer in layers]
         places = [place for layer in layers for place in layer.places]
-        self._places, self._held = places, [held[name] for held, name in places]
-        self._tensors = [held for held in self._held if isinstance(held, torch.Tensor)]
+        self._places = [(held, name, held.get(name)) for held, name in places]
+        self._tensors = [thing for _, _, thing in self._places if isinstance(thing, torch.Tensor)]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._seen: dict[
             int, tuple[Any, Any, bool]
@@ -94,34 +102,50 @@ class Passes:
 
     def fit(self, given: Mapping[str, Any]) -> bool:
         angles, cache = given.get("position_embeddings"), given.get(CACHE)
-        if cache is None or given.get("attention_mask") is not None:
+        if cache is None or given.get("attention_mask") is not None or type(angles) is not tuple or len(angles) != 2:
             return False
         seen = self._seen.get(id(angles))
         if seen is None:
+            if not all(native.takes_angles(*angles) for native in self._natives):  # of prompts, which are not kept
+                return False
             if len(self._seen) >= MOST_ANGLES:
                 self._seen.clear()
-            seen = self._seen[id(angles)] = angles, weakref.ref(cache), self._look(angles, given)
+            seen = self._seen[id(angles)] = angles, weakref.ref(cache), self._look(given)
         return seen[2] and cache is seen[1]()
 
-    def _look(self, angles: Any, given: Mapping[str, Any]) -> bool:
-        if type(angles) is not tuple or len(angles) != 2 or torch.is_grad_enabled() or cpu.setup().isa == "portable":
+    def _look(self, given: Mapping[str, Any]) -> bool:
+        if torch.is_grad_enabled() or cpu.setup().isa == "portable":
             return False
         return (
             all(name in KNOWN or value is None or value is False for name, value in given.items())
-            and all(native.takes_angles(*angles) for native in self._natives)
-            and not any(self._listeners)
+            and not any(map(_listens, self._listeners))
+            and not any(map(_listens, EVERYWHERE))
             and all(type(hook) is Capture for norm in self._norms for hook in norm._forward_pre_hooks.values())
-            and all(map(_as_compared, self._attentions))
-            and all(held[name] is thing for (held, name), thing in zip(self._places, self._held))
+            and all(_as_compared(attention, scale) for attention, scale in self._attentions)
+            and all(_same_forward(module, forward) for module, forward in self._forwards)
+            and all(held.get(name) is thing for held, name, thing in self._places)
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
         )
 
 
-def _as_compared(attention: Any) -> bool:
-    name = object.__getattribute__(attention.config, "__dict__")[
-        "_attn_implementation_internal"
-    ]  # past transformers' slow lookup
-    return not attention.training and HEARD_BY not in attention.__dict__ and name == IMPLEMENTATION
+def _listens(hooks: Mapping[Any, Any]) -> bool:
+    """Whether one of the hooks does something now. Those with which transformers collects outputs stay when it has them."""
+    return bool(hooks) and any(
+        getattr(hook, "__module__", "") != output_capturing.__name__ or bool(output_capturing._active_collector.get())
+        for hook in hooks.values()
+    )
+
+
+def _same_forward(module: nn.Module, forward: Any) -> bool:
+    """Whether it computes as when it was compared, or by row in shared passes."""
+    now = module.__dict__.get("forward")
+    return now is forward or (forward is not None and served_by_row(now) is forward)
+
+
+def _as_compared(attention: Any, scale: float) -> bool:
+    config = object.__getattribute__(attention.config, "__dict__")  # past transformers' own lookup, which is slow
+    usual = config["_attn_implementation_internal"] == IMPLEMENTATION and HEARD_BY not in attention.__dict__
+    return usual and not attention.training and attention.scaling == scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +158,8 @@ class ServedLayer:
     behind: nn.Module  # the norm before the block
     block: nn.Module
     experts: nn.Module | None  # of a block that is nothing but the router of `native` and these
+    silent: tuple[nn.Module, ...]  # modules that do not run
     places: tuple[tuple[Mapping[str, Any], str], ...]  # where modules hold modules and weights, and their names
-    listeners: tuple[Mapping[Any, Any], ...]  # hooks of the modules that do not run
 
     @classmethod
     def of(cls, layer: nn.Module) -> "ServedLayer | None":
@@ -158,35 +182,26 @@ class ServedLayer:
                 (held, name)
                 for module in (*silent, behind)
                 for held in (module._parameters, module._buffers, module._modules)
-                for name, thing in held.items()
-                if thing is not None
+                for name in held
             ]
-            places += [
-                (layer._modules, name) for name, child in layer.named_children() if child in (before, behind, parts.attention)
-            ]
-            hooks = [hooks for module in silent for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-            return cls(
-                native,
-                parts.attention.layer_idx,  # type: ignore[arg-type]  # an int, _Parts has looked
-                parts.attention,
-                behind,
-                parts.block,
-                experts,
-                tuple(places),
-                (*hooks, behind._forward_hooks),
-            )
+            children = (before, behind, parts.attention, parts.block)
+            places += [(layer._modules, name) for name, child in layer.named_children() if child in children]
+            index = int(parts.attention.layer_idx)  # type: ignore[arg-type]
+            return cls(native, index, parts.attention, behind, parts.block, experts, tuple(silent), tuple(places))
         return None
 
     def run(self, hidden: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor | None:
         """The layer's output `[n, 1, H]` for the latest tokens of n sequences; None: its modules must compute it."""
         native, experts = self.native, self.experts
         cos, sin = angles = given["position_embeddings"]
-        if not native.takes(hidden) or (rows := self._rows(given.get(CACHE), hidden.shape[0])) is None:
+        if not native.takes(hidden) or cos.shape[0] != hidden.shape[0]:
             return None
-        if experts is not None and not experts._forward_pre_hooks and not experts._forward_hooks:
-            paged: Any = experts._vismoe_layer
-            return paged.run_layer(experts, native, hidden, angles, rows, self._look)
-        native.run(hidden, cos, sin, rows)
+        paged: Any = None if experts is None else experts.__dict__.get("_vismoe_layer")
+        if (paged is not None and not paged.is_mine) or (new := self._new_tokens(given.get(CACHE), hidden.shape[0])) is None:
+            return None
+        if paged is not None and experts is not None and not experts._forward_pre_hooks and not experts._forward_hooks:
+            return paged.run_layer(experts, native, hidden, angles, new, self._look)
+        native.run(hidden, cos, sin, new)
         residual, normed, weights, ids = native.first_half()
         self._look(residual)
         if experts is None:
@@ -198,25 +213,26 @@ class ServedLayer:
             assert isinstance(hook, Capture)  # `Passes` has looked
             hook.look(residual)
 
-    def _rows(self, cache: Any, count: int) -> list[Cached] | None:
+    def _new_tokens(self, cache: Any, count: int) -> NewTokens | None:
         """Where the new keys and values of each sequence go; None: a cache that the layer's modules must extend."""
         running, index = running_rows(), self.index
         if running is None and type(cache) is DynamicCache and count == 1 and index < len(cache.layers):
             only = cache.layers[index]
-            return [Cached(*only.one_more())] if isinstance(only, GrowingLayer) and only.has_room(1) else None
+            fits = isinstance(only, GrowingLayer) and only.has_room(1)
+            return NewTokens((Cached(*only.place()),), only.one_more) if fits else None
         if running is not cache or type(cache) is not RowsCache:
             return None
         layer = cache.layers[index]
         if type(layer) is not RowsLayer or len(layer.rows) != count or not layer.kept:
             return None
-        rows = layer.rows
-        if not all(isinstance(row, GrowingLayer) and row.has_room(count) for row in rows):
+        if not all(isinstance(row, GrowingLayer) and row.has_room(count) for row in layer.rows):
             return None
+        before: Counter[int] = Counter()  # rows of the same sequence so far
         places = []
-        for row in rows:
-            places.append(Cached(*row.one_more()))
-            layer.note(row)
-        return places
+        for row in layer.rows:
+            places.append(Cached(*row.place(before[id(row)])))
+            before[id(row)] += 1
+        return NewTokens(places, layer.one_more)
 
 
 @dataclass(frozen=True)
@@ -263,6 +279,8 @@ class _Parts:
             return None
         if any(norm is None and attention._modules.get(name) is not None for norm, name in zip(of_heads, NORMS_OF_HEADS)):
             return None
+        if not is_served(attention):
+            return None
         return cls(attention, blocks[0], (norms[0], norms[1]), projections, tuple(of_heads), shape, scale, dtypes.pop())
 
     def native(self, before: nn.Module, behind: nn.Module, router: Router | None) -> DecoderLayer | None:
@@ -301,7 +319,7 @@ class _Parts:
             layer._modules[name] = self.block
         if not isinstance(out, torch.Tensor) or stub.given is None or stub.given[0].shape != hidden.shape:
             return None
-        native.run(hidden, *angles, [Cached(*ours.one_more())])
+        native.run(hidden, *angles, NewTokens((Cached(*ours.place()),), ours.one_more))
         residual, normed, *_ = native.first_half()
         same = torch.equal(normed, stub.given[0]) and torch.equal(out, residual + stub.result)
         kept = all(torch.equal(a, b) for a, b in ((theirs.keys, ours.keys), (theirs.values, ours.values)))

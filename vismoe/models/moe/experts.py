@@ -8,7 +8,7 @@ read per layer: the routing.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
 from vismoe.errors import BusyError, UnsupportedModelError
-from vismoe.kernels.decoder_layer import Cached, DecoderLayer
+from vismoe.kernels.decoder_layer import DecoderLayer, NewTokens
 from vismoe.models.family.families import expert_modules
 from vismoe.models.moe.draft_pool import DraftPool
 from vismoe.models.moe.format_choice import FormatChooser
@@ -68,29 +68,34 @@ class PagedLayer:
         native: DecoderLayer,
         hidden: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
-        cached: Sequence[Cached],
+        new: NewTokens,
         look: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
         """The output `[n, 1, H]` of the decoder layer around these experts, whose first half `native` computes. `look` gets the
         residual stream behind it, `[n, 1, H]`, if the lookahead may ask for that."""
         short, out, ran = self._short(), None, False
         if short is not None:
-            out, ran = short.run_layer(self.context.step.phase, self.layer, native, hidden, angles, cached)
+            out, ran = short.run_layer(self.context.step.phase, self.layer, native, hidden, angles, new)
             if out is not None:
                 self._computed_short(native.chosen)
                 return out
         if not ran:
-            native.run(hidden, *angles, cached)
+            native.run(hidden, *angles, new)
         residual, normed, weights, ids = native.first_half()
         assert weights is not None and ids is not None
         look(residual)
         return residual + self.demanded(module, normed[:, 0], ids, weights)[:, None]
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread runs the pass; another one is refused by `run`."""
+        return self.context.step.thread == threading.get_ident()
+
     def _short(self) -> ResidentLayers | None:
         """What computes this layer without a demand if all its experts are resident; None: nothing may now."""
         context, step = self.context, self.context.step
         silent = step.beside or not context.lookahead_inputs.asks
-        return step.short if silent and step.thread == threading.get_ident() else None
+        return step.short if silent and self.is_mine else None
 
     def _computed_short(self, chosen: Callable[[], np.ndarray]) -> None:
         step, inputs = self.context.step, self.context.lookahead_inputs

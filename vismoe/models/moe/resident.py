@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vismoe.kernels.decoder_layer import Asked, Cached, DecoderLayer
+from vismoe.kernels.decoder_layer import Asked, DecoderLayer, NewTokens
 from vismoe.kernels.resident import LayerArrays, ResidentLayer
 from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.gpu_experts import GpuExperts
@@ -68,7 +68,7 @@ class ResidentLayers:
         native: DecoderLayer,
         hidden: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
-        cached: Sequence[Cached],
+        new: NewTokens,
     ) -> tuple[torch.Tensor | None, bool]:
         """(the output `[n, 1, H]` of the whole decoder layer, whether `native` has computed its first half); None for an output:
         the experts must be demanded."""
@@ -77,7 +77,7 @@ class ResidentLayers:
         def compute(weight: float, tick: int) -> tuple[Computed | None, float, float]:
             nonlocal ran
             ran = True
-            made = native.run(hidden, *angles, cached, Asked(resident, weight, tick))
+            made = native.run(hidden, *angles, new, Asked(resident, weight, tick))
             first_half_s, experts_s = native.spent_s
             return None if made is None else (made[0], resident.demanded(made[1])), experts_s, first_half_s
 

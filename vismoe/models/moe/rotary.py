@@ -5,7 +5,6 @@ it, `apply_rotary_pos_emb`. Where that function equals the known form bit for bi
 code that calls ours instead.
 """
 
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -20,6 +19,7 @@ from vismoe.models.family.components import is_vision
 from vismoe.models.moe.own_forward import give_forward, with_names
 
 NAME = "apply_rotary_pos_emb"
+RENAMING = "transformers.utils.deprecation"  # what wraps methods for older names of arguments, since 5.24 those of the cache
 PROBE_TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -28,9 +28,17 @@ def serve_rotations(model: nn.Module) -> int:
     return give_forward(_attentions(model), _forward)
 
 
+def is_served(attention: nn.Module) -> bool:
+    """Whether it is one of those that `serve_rotations` has found."""
+    forward = attention.__dict__.get("forward")
+    return isinstance(forward, partial) and forward.func is _forward
+
+
 def _attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     for path, module in model.named_modules():
-        own = inspect.unwrap(type(module).forward)  # transformers 5.24 wraps it, for the older name of the cache
+        own: Any = type(module).forward
+        while getattr(own, "__globals__", {}).get("__name__") == RENAMING:
+            own = own.__wrapped__
         if "forward" in module.__dict__ or is_vision(path) or not isinstance(own, types.FunctionType):
             continue
         turn = own.__globals__.get(NAME) if NAME in own.__code__.co_names else None

@@ -63,6 +63,12 @@ class RowsLayer(DynamicLayer):
             self.note(row)
         return key_states, value_states
 
+    def one_more(self) -> None:
+        """Each row's new token has been written behind its last one."""
+        for row in self.rows:
+            row.one_more()
+            self.note(row)
+
     def taken(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(keys, values) `[1, heads, S, D]` of each row, once after each update."""
         now, self._now = self._now, None
@@ -246,6 +252,11 @@ def _serve_mixers(model: nn.Module) -> None:
         return
     give_forward(((mixer, vars(mixer).get("forward")) for mixer in _mixers(model)), _mixed)
     model.__dict__["_vismoe_mixers"] = True
+
+
+def served_by_row(forward: Any) -> Any:
+    """The forward that `_serve_mixers` has replaced by this one; None: it is none of these."""
+    return forward.args[1] if isinstance(forward, partial) and forward.func is _mixed else None
 
 
 def _mixers(model: nn.Module) -> Iterator[Any]:

@@ -71,19 +71,26 @@ class GrowingLayer(DynamicLayer):
         return keys, values
 
     def has_room(self, tokens: int) -> bool:
-        """Whether `one_more` can be called so often: for one sequence, with memory for its tokens."""
-        if self._held is None:
+        """Whether so many can be added by `one_more`: for one sequence, with memory for its tokens."""
+        if self._held is None or self._keys is None:
             return False
         (keys, values), shape = self._held, self._keys.shape
         fits = shape[0] == 1 and shape[2] + self._behind + tokens <= keys.shape[2]
         return fits and self._keys.data_ptr() == keys.data_ptr() and self._values.data_ptr() == values.data_ptr()
 
-    def one_more(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """(memory of the keys and of the values, `[1, heads, room, D]`, the tokens in it) with one more, which the caller writes
-        as the last one."""
+    def place(self, later: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(memory of the keys and of the values, `[1, heads, room, D]`, the tokens in it) with one more, or `later` more than
+        that, which the caller writes as the last one and then counts by `one_more`."""
         assert self._held is not None
+        return *self._held, self._keys.shape[2] + self._behind + 1 + later
+
+    def one_more(self) -> None:
+        """The token behind the last one has been written."""
         self._behind += 1
-        return *self._held, self._keys.shape[2] + self._behind
+
+    def reset(self) -> None:
+        super().reset()
+        self._held, self._behind = None, 0
 
 
 def _grown(

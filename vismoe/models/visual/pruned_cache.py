@@ -96,7 +96,7 @@ class PrunedLayer(GrowingLayer):
         return self._covered + self.keys.shape[-2] - self._known.shape[1]
 
     def reset(self) -> None:
-        self.keys = self.values = self._known = self._incoming = None
+        self.keys = self.values = self._known = self._incoming = self._held = None
         self.is_initialized, self.padded, self._covered = False, False, 0
 
     def crop(self, tokens_to_remove: int) -> None:

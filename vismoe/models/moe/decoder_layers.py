@@ -96,9 +96,8 @@ class Passes:
         self._places = [(held, name, held.get(name)) for held, name in places]
         self._tensors = [thing for _, _, thing in self._places if isinstance(thing, torch.Tensor)]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._seen: dict[
-            int, tuple[Any, Any, bool]
-        ] = {}  # by the identity of angles: these, their cache (weak), whether all fits
+        # By the identity of angles: these, their cache (weak), whether all fits.
+        self._seen: dict[int, tuple[Any, Any, bool]] = {}
 
     def fit(self, given: Mapping[str, Any]) -> bool:
         angles, cache = given.get("position_embeddings"), given.get(CACHE)

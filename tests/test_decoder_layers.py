@@ -343,8 +343,11 @@ def test_a_cache_that_grows_by_one_more_holds_what_was_written(actions, pruned):
         elif action == "reset":
             layer.reset()
             assert not layer.has_room(1)
-            expected, left = numbers(3), None
-            layer.update(*expected)
+            left = None
+            if layer.keys is None:
+                layer.update(*(expected := numbers(3)))
+            else:  # older releases keep as many zeros
+                expected = layer.keys, layer.values
         elif action == "update" and expected[0].shape[2] < 38:
             new = numbers(2)
             layer.update(*new)

@@ -103,9 +103,8 @@ def token_timer(model: Any) -> Iterator[TokenTimer]:
 def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """(part, module) of the decoder, none inside another."""
     head, experts = model.get_output_embeddings(), dict(expert_modules(model))
-    silent = {
-        module for layer in served_layers(model) for module in (*layer.silent, layer.behind)
-    }  # a forward of their own would be called
+    # Given a forward of their own, these would be called, where otherwise one call computes the layer.
+    silent = {module for layer in served_layers(model) for module in (*layer.silent, layer.behind)}
     blocks = {path.rpartition(".")[0]: module.num_experts for path, module in experts.items()}
     for path, module in model.named_modules():
         if is_vision(path) or module in silent or any(path.startswith(f"{outer}.") for outer in experts):

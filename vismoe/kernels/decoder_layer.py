@@ -88,7 +88,7 @@ class FirstHalf(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shape:
+class HeadShape:
     """Query heads in groups that share the heads of keys (`columns` wide) and values."""
 
     inputs: int
@@ -157,7 +157,7 @@ class DecoderLayer:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: HeadShape,
         linears: Sequence[Weight],
         norms: tuple[RowNorm, RowNorm | None, RowNorm | None, RowNorm],
         router: Router | None,

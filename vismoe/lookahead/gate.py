@@ -143,8 +143,8 @@ class GateLookahead:
 
 
 class Capture:
-    """A forward pre-hook of the norm behind a layer's attention. It only looks at what the norm is given: whoever computes a norm
-    without its module calls `look`."""
+    """A forward pre-hook of the norm behind a layer's attention. It only looks at what the norm is given; code that computes
+    the norm without its module calls `look`."""
 
     def __init__(self, gate: GateLookahead, layer: int):
         self._gate, self._layer = gate, layer

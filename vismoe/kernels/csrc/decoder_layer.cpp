@@ -70,11 +70,6 @@ void add(const void* a, const void* b, void* out, std::size_t count, Dtype dtype
   }
 }
 
-std::size_t bytes_of(const Matrix& m) {
-  const std::size_t row = static_cast<std::size_t>(m.row_bytes) + m.scale_bytes() + m.offset_bytes();
-  return static_cast<std::size_t>(m.rows) * row;
-}
-
 class Stopwatch {
  public:
   using Clock = std::chrono::steady_clock;
@@ -151,7 +146,7 @@ VISMOE_API std::int32_t vismoe_decoder_layer(DecoderLayer* layer, const void* hi
                                  {l.matrices[kKeys], l.weights[kKeys], at(keys_at)},
                                  {l.matrices[kValues], l.weights[kValues], at(values_at)}};
   failed |= vismoe_linears(projections, 3, at(x_at), l.dtype, n);
-  watch.ended(kProducts, bytes_of(*l.matrices[kQueries]) + bytes_of(*l.matrices[kKeys]) + bytes_of(*l.matrices[kValues]), 3);
+  watch.ended(kProducts, l.matrices[kQueries]->all_bytes() + l.matrices[kKeys]->all_bytes() + l.matrices[kValues]->all_bytes(), 3);
   failed |= norm(l.of_queries, at(queries_at), at(queries_at), n * heads * columns);
   failed |= norm(l.of_keys, at(keys_at), at(keys_at), n * groups * columns);
   if (l.of_queries.eps >= 0 || l.of_keys.eps >= 0) watch.ended(kNorms, (size(l.of_queries.width + l.of_keys.width)) * item, 2);
@@ -181,7 +176,7 @@ VISMOE_API std::int32_t vismoe_decoder_layer(DecoderLayer* layer, const void* hi
   watch.ended(kAttention, tokens * groups * (columns + wide) * item);
   const Product output{l.matrices[kOutput], l.weights[kOutput], at(x_at)};
   failed |= vismoe_linears(&output, 1, at(attended_at), l.dtype, n);
-  watch.ended(kProducts, bytes_of(*output.matrix));
+  watch.ended(kProducts, output.matrix->all_bytes());
   failed |= vismoe_norm(hidden, l.behind.weight, normed, n, inputs, l.behind.eps, l.behind.unit, l.dtype, at(x_at), residual);
   watch.ended(kNorms, inputs * item);
   if (l.router) {
@@ -189,7 +184,7 @@ VISMOE_API std::int32_t vismoe_decoder_layer(DecoderLayer* layer, const void* hi
     failed |= vismoe_linears(&logits, 1, normed, l.dtype, n);
     failed |= vismoe_choose(at(logits_at), l.dtype, n, size(l.router->rows), size(l.chosen), l.normalised, weights,
                             l.weights_dtype, ids);
-    watch.ended(kRouter, bytes_of(*l.router));
+    watch.ended(kRouter, l.router->all_bytes());
   }
   layer->first_half_s = watch.all();
   if (failed) return -2;

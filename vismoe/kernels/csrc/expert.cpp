@@ -283,9 +283,6 @@ class PackedJob : public Job {
   std::atomic<std::size_t> packing_left_{0};
 };
 
-std::size_t read_bytes(const Matrix& m) { return index(m.row_bytes) + m.scale_bytes() + m.offset_bytes(); }  // of one row
-std::size_t all_bytes(const Matrix& m) { return index(m.rows) * read_bytes(m); }
-
 // The experts of a call: the addresses, formats and pairs of each.
 struct Records {
   const Formats formats;
@@ -316,7 +313,7 @@ class ExpertsJob : public PackedJob {
  public:
   ExpertsJob(State& s, const Kernels& kernels, const Records& records, const Input& input, const std::int32_t* places,
              const float* factors, float* out, bool adding)
-      : PackedJob(s, records.sum([](const Expert& x) { return all_bytes(x.up) + all_bytes(x.down); }), kernels, input,
+      : PackedJob(s, records.sum([](const Expert& x) { return x.up.all_bytes() + x.down.all_bytes(); }), kernels, input,
                   index(records.starts[records.count]), Workspace(kernels, records.formats)),
         records_(records),
         places_(places),
@@ -332,14 +329,14 @@ class ExpertsJob : public PackedJob {
     if (prompts_ == nullptr) cut_packing(0, index(records.starts[records.count]));
     for (std::size_t e = records.used(0); e < records.count; e = records.used(e + 1)) {
       const Expert& expert = records.expert(e);
-      up_left_[e] = cut(kUp, expert.intermediate(), read_bytes(expert.up) * (expert.gate == kNoGate ? 1 : 2), e);
+      up_left_[e] = cut(kUp, expert.intermediate(), expert.up.read_bytes() * (expert.gate == kNoGate ? 1 : 2), e);
     }
     if (adding) {
-      const std::size_t down_bytes = records.sum([](const Expert& x) { return read_bytes(x.down); });
+      const std::size_t down_bytes = records.sum([](const Expert& x) { return x.down.read_bytes(); });
       cut(kDown, records.formats.hidden(), down_bytes, records.used(0), records.sum([](const Expert&) { return 1; }));
     }
     for (std::size_t e = records.used(0); e < records.count && !adding; e = records.used(e + 1)) {
-      cut(kDown, records.formats.hidden(), read_bytes(records.expert(e).down), e);
+      cut(kDown, records.formats.hidden(), records.expert(e).down.read_bytes(), e);
     }
   }
 
@@ -440,14 +437,14 @@ class LinearsJob : public PackedJob {
         rows_(rows) {
     cut_packing(0, rows);
     for (std::size_t p = 0; p < count; p++) {
-      cut(kProduct, index(products[p].matrix->rows), read_bytes(*products[p].matrix), p);
+      cut(kProduct, index(products[p].matrix->rows), products[p].matrix->read_bytes(), p);
     }
   }
 
  private:
   static std::size_t all_bytes(const Product* products, std::size_t count) {
     std::size_t bytes = 0;
-    for (std::size_t p = 0; p < count; p++) bytes += vismoe::all_bytes(*products[p].matrix);
+    for (std::size_t p = 0; p < count; p++) bytes += products[p].matrix->all_bytes();
     return bytes;
   }
   Place place(const Task& task) const {
@@ -470,7 +467,7 @@ class LinearsJob : public PackedJob {
 class RestoreJob : public Job {
  public:
   RestoreJob(State& s, const Kernels& kernels, const Matrix& matrix, const void* weight, void* out, Dtype via, Dtype dtype)
-      : Job(s, all_bytes(matrix)),
+      : Job(s, matrix.all_bytes()),
         kernels_(kernels),
         matrix_(matrix),
         weight_(static_cast<const std::uint8_t*>(weight)),
@@ -479,7 +476,7 @@ class RestoreJob : public Job {
         dtype_(dtype),
         scratch_bytes_(Workspace(kernels, index(matrix.inputs), 0).scratch_bytes),
         scratch_(s.workspace_of(s.threads * scratch_bytes_)) {
-    cut(kProduct, index(matrix.rows), read_bytes(matrix));
+    cut(kProduct, index(matrix.rows), matrix.read_bytes());
   }
 
  private:

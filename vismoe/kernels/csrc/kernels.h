@@ -48,6 +48,9 @@ struct Matrix {
     if (offset < 0) return 0;
     return encoding == kNvFp4 ? 4 : static_cast<std::size_t>(groups) * (encoding <= kInt2 ? 2 : 1);
   }
+  // Codes, scales and offsets of a row, and of all rows.
+  std::size_t read_bytes() const { return static_cast<std::size_t>(row_bytes) + scale_bytes() + offset_bytes(); }
+  std::size_t all_bytes() const { return static_cast<std::size_t>(rows) * read_bytes(); }
 };
 
 // A linear: out = x weight^T + bias.

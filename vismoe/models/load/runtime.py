@@ -188,10 +188,9 @@ def build(model: Any, configuration: Configuration) -> Runtime:
         )
         why_not = group_queries(model)
         backends["attention"] = f"transformers' own ({why_not})" if why_not else "fast for single tokens, else torch"
-        layers, with_router = serve_decoder_layers(model)
+        layers, with_experts = serve_decoder_layers(model)
         backends["layers"] = (
-            f"one call for all that single tokens pass through before the feed-forward block in {layers} decoder layers, "
-            f"with the router in {with_router}"
+            f"one call for all of a single token in {layers} decoder layers, in {with_experts} of them with their experts"
         )
     try:
         lookahead, gate, backends["lookahead"] = choose_lookahead(model, decoder_layers(inventory), settings, calibration)

@@ -1,7 +1,7 @@
 """Lets one call of the CPU kernels compute what single tokens pass through in a decoder layer.
 
 The call makes the same numbers as the layer's own modules, which the kernels compute by then, bit for bit: they are compared on
-a token of made-up numbers. Where they differ, or a pass is of another kind, or somebody listens to a module in between, the layer
+a token of made-up numbers. Where they differ, or a pass is of another kind, or a hook listens to a module in between, the layer
 runs its own code. If the feed-forward block is a router that the kernels know and its experts, and these are resident, the call
 computes them, too; otherwise the experts are demanded, or the block's module runs.
 """
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from transformers.utils import output_capturing
 
 from vismoe.kernels import cpu
 from vismoe.kernels.attention import COLUMNS
-from vismoe.kernels.decoder_layer import Cached, DecoderLayer, NewTokens, Router, RowNorm, Shape, Weight
+from vismoe.kernels.decoder_layer import Cached, DecoderLayer, HeadShape, NewTokens, Router, RowNorm, Weight
 from vismoe.kernels.rows import NUMBER_OF
 from vismoe.lookahead.gate import Capture
 from vismoe.models.family.caches import CACHE
@@ -58,8 +59,8 @@ def serve_decoder_layers(model: nn.Module) -> tuple[int, int]:
                 continue
             if (layer := ServedLayer.of(module)) is not None:
                 served.append((module, layer))
-    passes = Passes([layer for _, layer in served])
-    give_forward(((module, layer, passes) for module, layer in served), _forward)
+    watch = LayerWatch([layer for _, layer in served])
+    give_forward(((module, layer, watch) for module, layer in served), _forward)
     return len(served), sum(layer.experts is not None for _, layer in served)
 
 
@@ -72,15 +73,15 @@ def served_layers(model: nn.Module) -> Iterator["ServedLayer"]:
 
 
 def _forward(
-    reference: Any, served: "ServedLayer", passes: "Passes", hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    reference: Any, served: "ServedLayer", watch: "LayerWatch", hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    if not args and passes.fit(kwargs) and (made := served.run(hidden_states, kwargs)) is not None:
+    if not args and watch.fit(kwargs) and (made := served.run(hidden_states, kwargs)) is not None:
         return made
     module = reference()
     return type(module).forward(module, hidden_states, *args, **kwargs)
 
 
-class Passes:
+class LayerWatch:
     """Looks once for each pass whether the layers' modules would do what was compared: nothing listens to them, none has been
     replaced, and what they are given is known. A pass is told by its angles, which a decoder makes once for all layers."""
 
@@ -130,7 +131,9 @@ class Passes:
 def _listens(hooks: Mapping[Any, Any]) -> bool:
     """Whether one of the hooks does something now. Those with which transformers collects outputs stay when it has them."""
     return bool(hooks) and any(
-        getattr(hook, "__module__", "") != output_capturing.__name__ or bool(output_capturing._active_collector.get())
+        not isinstance(hook, FunctionType)
+        or hook.__module__ != output_capturing.__name__
+        or bool(output_capturing._active_collector.get())
         for hook in hooks.values()
     )
 
@@ -209,7 +212,7 @@ class ServedLayer:
 
     def _look(self, residual: torch.Tensor) -> None:
         for hook in self.behind._forward_pre_hooks.values():
-            assert isinstance(hook, Capture)  # `Passes` has looked
+            assert isinstance(hook, Capture)  # `LayerWatch` has looked
             hook.look(residual)
 
     def _new_tokens(self, cache: Any, count: int) -> NewTokens | None:
@@ -243,7 +246,7 @@ class _Parts:
     norms: tuple[nn.Module, nn.Module]  # in either order
     projections: tuple[nn.Module, ...]
     of_heads: tuple[RowNorm | None, ...]
-    shape: Shape
+    shape: HeadShape
     scale: float
     dtype: torch.dtype
 
@@ -268,7 +271,7 @@ class _Parts:
         whole = groups > 0 and keys == groups * columns and queries == heads * columns and values % groups == heads % groups == 0
         if not whole or len(dtypes) > 1 or outputs != inputs or columns % COLUMNS or values // groups % COLUMNS:
             return None
-        shape = Shape(inputs, groups, heads // groups, columns, values // groups)
+        shape = HeadShape(inputs, groups, heads // groups, columns, values // groups)
         more = [name for name in attention._modules if name not in PROJECTIONS]
         of_heads = [
             _row_norm(attention._modules.get(name), columns, outputs)

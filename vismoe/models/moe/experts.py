@@ -97,10 +97,10 @@ class PagedLayer:
         silent = step.beside or not context.lookahead_inputs.asks
         return step.short if silent and self.is_mine else None
 
-    def _computed_short(self, chosen: Callable[[], np.ndarray]) -> None:
-        step, inputs = self.context.step, self.context.lookahead_inputs
-        if inputs.remembers and not step.beside:
-            inputs.at_resident_layer(self.layer, chosen(), step.kinds)
+    def _computed_short(self, read: Callable[[], np.ndarray]) -> None:
+        """`read` makes the ids of the layer's experts, int64 `[T, K]`."""
+        if not self.context.step.beside:
+            self.context.lookahead_inputs.at_resident_layer(self.layer, read, self.context.step.kinds)
 
     def demanded(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """The same by a demand."""

@@ -147,14 +147,10 @@ class LookaheadInputs:
         """Whether a layer that is not recorded asks the lookahead now."""
         return self._ahead is not None and self._wanted
 
-    @property
-    def remembers(self) -> bool:
-        """Whether `at_resident_layer` keeps anything."""
-        return self._remembers
-
-    def at_resident_layer(self, layer: int, chosen: np.ndarray, kinds: np.ndarray | None) -> None:
-        """What `at_layer` does in a decode pass where nothing is asked and nothing recorded."""
+    def at_resident_layer(self, layer: int, read: Callable[[], np.ndarray], kinds: np.ndarray | None) -> None:
+        """What `at_layer` does in a decode pass where nothing is asked and nothing recorded. read: makes `chosen`."""
         if self._remembers:
+            chosen = read()
             self._observe(layer, chosen, kinds if kinds is not None and kinds.size == len(chosen) else None)
 
     def _observe(self, layer: int, chosen: np.ndarray, kinds: np.ndarray | None) -> None:

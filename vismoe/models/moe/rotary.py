@@ -37,8 +37,8 @@ def is_served(attention: nn.Module) -> bool:
 def _attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     for path, module in model.named_modules():
         own: Any = type(module).forward
-        while getattr(own, "__globals__", {}).get("__name__") == RENAMING:
-            own = own.__wrapped__
+        while isinstance(own, types.FunctionType) and own.__globals__["__name__"] == RENAMING:
+            own = own.__wrapped__  # type: ignore[attr-defined]  # functools.wraps leaves it
         if "forward" in module.__dict__ or is_vision(path) or not isinstance(own, types.FunctionType):
             continue
         turn = own.__globals__.get(NAME) if NAME in own.__code__.co_names else None

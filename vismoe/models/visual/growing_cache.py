@@ -12,6 +12,20 @@ from transformers.cache_utils import DynamicLayer
 GROWTH_TOKENS = 256  # for which room is made at once
 
 
+def _settled(name: str) -> Any:
+    """A property of a GrowingLayer that is this attribute, with all tokens."""
+
+    def get(layer: "GrowingLayer") -> Any:
+        layer._settle()
+        return layer.__dict__[name]
+
+    def put(layer: "GrowingLayer", states: Any) -> None:
+        layer._settle()
+        layer.__dict__[name] = states
+
+    return property(get, put)
+
+
 class GrowingLayer(DynamicLayer):
     """Keys and values `[B, heads, S, D]`, views of `[B, heads, room, D]`.
 
@@ -22,30 +36,12 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.room: int | None = None
         self._held: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values with room
-        self._behind = 0  # tokens behind `_keys` that are in `_held`: views are made when somebody asks for them
+        self._behind = 0  # tokens behind `_keys` that are in `_held`: views are made when they are asked for
         self._keys: Any = None  # None before the first update
         self._values: Any = None
         super().__init__(*args, **kwargs)
 
-    @property
-    def keys(self) -> Any:
-        self._settle()
-        return self._keys
-
-    @keys.setter
-    def keys(self, keys: Any) -> None:
-        self._settle()
-        self._keys = keys
-
-    @property
-    def values(self) -> Any:
-        self._settle()
-        return self._values
-
-    @values.setter
-    def values(self, values: Any) -> None:
-        self._settle()
-        self._values = values
+    keys, values = _settled("_keys"), _settled("_values")
 
     def _settle(self) -> None:
         if self._behind and self._held is not None:

@@ -118,8 +118,7 @@ class LayerWatch:
             return False
         return (
             all(name in KNOWN or value is None or value is False for name, value in given.items())
-            and not any(map(_listens, self._listeners))
-            and not any(map(_listens, EVERYWHERE))
+            and not any(map(_listens, filter(None, (*self._listeners, *EVERYWHERE))))
             and all(type(hook) is Capture for norm in self._norms for hook in norm._forward_pre_hooks.values())
             and all(_as_compared(attention, scale) for attention, scale in self._attentions)
             and all(_same_forward(module, forward) for module, forward in self._forwards)
@@ -130,7 +129,7 @@ class LayerWatch:
 
 def _listens(hooks: Mapping[Any, Any]) -> bool:
     """Whether one of the hooks does something now. Those with which transformers collects outputs stay when it has them."""
-    return bool(hooks) and any(
+    return any(
         not isinstance(hook, FunctionType)
         or hook.__module__ != output_capturing.__name__
         or bool(output_capturing._active_collector.get())

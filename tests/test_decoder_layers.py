@@ -14,7 +14,7 @@ from searching import examples
 from test_resident import FAMILY, Twin, assert_same
 from torch import nn
 
-from vismoe.kernels import cpu
+from vismoe.kernels import cpu, decoder_layer
 from vismoe.kernels.decoder_layer import PARTS
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.moe.attention import group_queries
@@ -85,6 +85,79 @@ def test_a_cache_beyond_its_room_is_extended_by_the_modules(twins, ran):
     logits = [twin.passes(torch.arange(3, 9)[None], [1] * tokens) for twin in twins]
     assert all(map(torch.equal, *logits))
     assert ran.count(False) >= 2 * layers and ran.count(True) >= (tokens - 4) * layers
+
+
+# ------------------------------------------------------------------ several layers in one call
+@pytest.fixture
+def at_once(monkeypatch) -> list[int]:
+    """For each native call how many layers it was for."""
+    counts, own = [], decoder_layer._decoder_layers()
+
+    def call(calls, count, *given):
+        counts.append(count)
+        return own(calls, count, *given)
+
+    monkeypatch.setattr(decoder_layer, "_decoder_layers", lambda: call)
+    return counts
+
+
+def decoder_layers(twin: Twin) -> list[nn.Module]:
+    return list(twin.model.model.layers)
+
+
+def test_one_call_computes_all_layers_whose_experts_are_resident(twins, at_once):
+    whole, _ = twins
+    layers = len(decoder_layers(whole))
+    whole.passes(torch.arange(3, 60)[None], [1] * 8)
+    resident = bool((whole.pager.tables[0].slab_of >= 0).all())
+    assert sum(at_once) >= 7 * layers
+    assert not resident or at_once[-4:] == [layers] * 4
+    assert resident or min(at_once[-4:]) == 1
+
+
+def doubled(layer: nn.Module) -> None:
+    layer.register_forward_pre_hook(lambda module, given: (given[0] * 2, *given[1:]))
+
+
+def doubled_in_place(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda module, given, out: out.mul_(2))
+
+
+@pytest.mark.parametrize("change", [doubled, doubled_in_place])
+@torch.inference_mode()
+def test_a_layer_that_is_given_something_else_computes_again(tmp_path, change, at_once):
+    tiny_models.save(FAMILY, tmp_path, dtype=torch.bfloat16)
+    prompts, steps = torch.arange(3, 60)[None], [1] * 6
+    whole, apart = (Twin(tmp_path, True, one, memory="100%", lookahead="none", context=600) for one in (True, False))
+    assert all(map(torch.equal, whole.passes(prompts, steps), apart.passes(prompts, steps)))
+    plain = whole.passes(prompts, steps)
+    for twin in (whole, apart):
+        change(decoder_layers(twin)[1])
+    assert at_once[-1] == len(decoder_layers(whole))
+    logits = [twin.passes(prompts, steps) for twin in (whole, apart)]
+    assert all(map(torch.equal, *logits)) and not torch.equal(logits[0][-1], plain[-1])
+    assert max(at_once[-4:]) < len(decoder_layers(whole))  # calls end before the layer
+
+
+@torch.inference_mode()
+def test_a_pass_within_a_pass_disturbs_neither(tmp_path):
+    tiny_models.save(FAMILY, tmp_path, dtype=torch.bfloat16)
+    twin = Twin(tmp_path, True, True, memory="100%", lookahead="none", context=600)
+    prompts, steps, inner = torch.arange(3, 60)[None], [1] * 6, []
+    alone, other = twin.passes(prompts, steps), twin.passes(prompts + 9, steps)
+    layer = decoder_layers(twin)[0]
+
+    def between(module, given, out):
+        hook.remove()
+        inner.append(twin.passes(prompts + 9, steps))
+
+    out = twin.model(prompts, use_cache=True)
+    logits, cache = [out.logits], cache_in(out)
+    for _ in steps:
+        hook = layer.register_forward_hook(between)
+        logits.append(twin.model(logits[-1][:, -1:].argmax(-1), use_cache=True, **{CACHE: cache}).logits)
+    assert all(map(torch.equal, alone, logits)) and len(inner) == len(steps)
+    assert all(torch.equal(*both) for passes in inner for both in zip(passes, other))
 
 
 # ------------------------------------------------------------------ families, without paging

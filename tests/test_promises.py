@@ -658,7 +658,9 @@ def test_a_resident_layer_takes_the_short_way_in_a_round_and_its_promises_end_th
     named(pager, [1, 2])
     pager.begin_verifying()
     pager.begin_step(Phase.DECODE, tokens=2)
-    assert pager.without_demand(0, lambda weight, tick: ("computed", [1, 2])) == ("computed", [1, 2])
+    asked = []
+    assert pager.without_demand([0, 1], lambda uses: asked.extend(uses) or [("computed", [1, 2])]) == [("computed", [1, 2])]
+    assert len(asked) == 1  # the promises that this layer ends may begin copies
     pager.end_drafting()
     pager.end_drafting()
     assert pager.metrics.snapshot().total("foreseen") == 2

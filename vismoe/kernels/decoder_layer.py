@@ -1,4 +1,4 @@
-"""What the latest token of each sequence passes through in a decoder layer, in one call.
+"""What the latest token of each sequence passes through in decoder layers, one or several in one call.
 
 Norm, projections of queries, keys and values, their norms, rotary embedding, attention over keys and values where they lie, the
 output's projection, residual, norm, the choice of experts, and if they are resident the experts and their residual: each as the
@@ -8,7 +8,7 @@ float32.
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,9 +22,7 @@ from vismoe.kernels.resident import MOST_PAIRS, ResidentLayer
 from vismoe.kernels.rows import NUMBER_OF
 
 _SIZE, _PLACE, _NUMBER, _FLOAT, _DOUBLE = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32, ctypes.c_float, ctypes.c_double
-_decoder_layer = function(
-    "vismoe_decoder_layer", [_PLACE, _PLACE, _SIZE, _PLACE, _PLACE, _SIZE, *[_PLACE] * 7, _DOUBLE, _DOUBLE, _PLACE], _NUMBER
-)
+_decoder_layers = function("vismoe_decoder_layers", [_PLACE, _SIZE, _PLACE, _SIZE, _PLACE, _PLACE, _SIZE], _SIZE)
 PARTS = ("norms", "linears", "rotations", "cache", "attention", "routers", "experts")  # in the order of csrc/decoder_layer.cpp
 
 
@@ -63,19 +61,20 @@ class Cached(NamedTuple):
     tokens: int
 
 
-class NewTokens(NamedTuple):
-    """Where the keys and values of each sequence's new token go, and what to call when they are there."""
-
-    places: Sequence[Cached]
-    written: Callable[[], None]
-
-
 class Asked(NamedTuple):
     """The experts of the layer, each use of which counts `weight` at `tick` (resident.py)."""
 
     layer: ResidentLayer
     weight: float
     tick: int
+
+
+class CalledLayer(NamedTuple):
+    """A layer of a call, where the keys and values of each sequence's new token go, and its experts, if these are asked for."""
+
+    layer: "DecoderLayer"
+    places: Sequence[Cached]
+    asked: Asked | None = None
 
 
 class FirstHalf(NamedTuple):
@@ -132,19 +131,44 @@ class _Cached(ctypes.Structure):
     _fields_ = [("keys", _PLACE), ("values", _PLACE), *((name, ctypes.c_int64) for name in ("key_head", "value_head", "tokens"))]
 
 
-class _Room:
-    """What a call for n tokens writes."""
+class _Call(ctypes.Structure):
+    _fields_ = [
+        *((name, _PLACE) for name in ("layer", "cached", "given", "residual", "normed", "weights", "ids", "experts")),
+        ("weight", _DOUBLE),
+        ("tick", _DOUBLE),
+        ("demanded", _PLACE),
+        ("out", _PLACE),
+        ("found", _NUMBER),
+    ]
 
-    def __init__(self, n: int, inputs: int, router: Router | None, dtype: torch.dtype):
+
+class _Room:
+    """What a call for n tokens says and writes of a layer."""
+
+    def __init__(self, layer: int, n: int, inputs: int, router: Router | None, dtype: torch.dtype):
         self.rows = (_Cached * n)()
+        given = torch.empty(n, 1, inputs, dtype=dtype)
+        self.bits = given.view(torch.int32 if dtype is torch.float32 else torch.int16)  # of what the layer was given
         self.first_half = FirstHalf(
             torch.empty(n, 1, inputs, dtype=dtype),
             torch.empty(n, 1, inputs, dtype=dtype),
             None if router is None else torch.empty(n, router.chosen, dtype=router.dtype),
             None if router is None else torch.empty(n, router.chosen, dtype=torch.int64),
         )
-        self.places = [None if part is None else part.data_ptr() for part in self.first_half]
+        places = [None if part is None else part.data_ptr() for part in self.first_half]
+        self.call = _Call(layer, ctypes.addressof(self.rows), given.data_ptr(), *places)
+        self.at = ctypes.addressof(self.call)
         self.ids = None if self.first_half.ids is None else self.first_half.ids.numpy()
+
+    def say(self, places: Sequence[Cached], asked: Asked | None) -> None:
+        for row, (keys, values, tokens) in zip(self.rows, places, strict=True):
+            row.keys, row.values, row.tokens = keys.data_ptr(), values.data_ptr(), tokens
+            row.key_head, row.value_head = keys.stride(1), values.stride(1)
+        call = self.call
+        call.experts = None
+        if asked is not None:
+            layer, call.weight, call.tick = asked
+            call.experts, call.demanded = layer.at, layer.experts_at
 
 
 class DecoderLayer:
@@ -185,11 +209,11 @@ class DecoderLayer:
         """This thread's memory for n tokens, which every call writes anew: allocating it would take as long as a norm."""
         room: _Room | None = getattr(self._rooms, "room", None)
         if room is None or len(room.rows) != n:
-            room = self._rooms.room = _Room(n, self.shape.inputs, self.router, self.dtype)
+            room = self._rooms.room = _Room(self._at, n, self.shape.inputs, self.router, self.dtype)
         return room
 
     def takes(self, hidden: Tensor) -> bool:
-        """Whether `run` computes hidden `[n, 1, H]`: contiguous, in the layer's type, on the CPU."""
+        """Whether `run_layers` computes hidden `[n, 1, H]`: contiguous, in the layer's type, on the CPU."""
         shape = hidden.shape
         fits = len(shape) == 3 and shape[1] == 1 and shape[2] == self.shape.inputs and hidden.dtype is self.dtype
         few = self.router is None or shape[0] * self.router.chosen <= MOST_PAIRS
@@ -201,54 +225,48 @@ class DecoderLayer:
         fits = len(shape) == 3 and shape[1] == 1 and shape[2] <= self.shape.columns and not shape[2] % 2 and shape == sin.shape
         return fits and all(part.dtype is self.dtype and part.is_contiguous() and part.is_cpu for part in (cos, sin))
 
-    def run(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, new: NewTokens, asked: Asked | None = None
-    ) -> tuple[Tensor, int] | None:
-        """(the output `[n, 1, H]` for the latest tokens `[n, 1, H]` of n sequences, whose new keys and values are written into
-        their memory, how many experts were demanded); None: nothing asked for experts, or not all are resident; then
-        `first_half` says what was computed. Raises BudgetError, CheckpointError."""
-        cpu.setup()
-        n = hidden.shape[0]
-        room = self._room(n)
-        for row, (keys, values, tokens) in zip(room.rows, new.places, strict=True):
-            row.keys, row.values, row.tokens = keys.data_ptr(), values.data_ptr(), tokens
-            row.key_head, row.value_head = keys.stride(1), values.stride(1)
-        out = experts = None
-        if asked is not None:
-            out, experts = torch.empty_like(hidden), asked.layer
-        demanded = _decoder_layer()(
-            self._at,
-            hidden.data_ptr(),
-            n,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            cos.shape[2],
-            ctypes.addressof(room.rows),
-            *room.places,
-            None if out is None else out.data_ptr(),
-            None if experts is None else experts.at,
-            0.0 if asked is None else asked.weight,
-            0.0 if asked is None else asked.tick,
-            None if experts is None else experts.experts_at,
-        )
-        if demanded < -1:
-            cpu.refuse(-1 - demanded)
-        new.written()
-        return None if out is None or demanded < 0 else (out, demanded)
+    def was_given(self, hidden: Tensor) -> bool:
+        """Whether these, which it `takes`, are the bits that this thread's latest `run_layers` has computed its output of."""
+        bits: Tensor = self._rooms.room.bits
+        return torch.equal(hidden.view(bits.dtype), bits)
 
     def first_half(self) -> FirstHalf:
-        """Of this thread's latest `run`, in memory of its own."""
+        """Of this thread's latest `run_layers`, in memory of its own."""
         return FirstHalf(*(None if part is None else part.clone() for part in self._rooms.room.first_half))  # type: ignore[arg-type]
 
     def chosen(self) -> np.ndarray:
-        """The ids int64 `[n, K]` of experts of this thread's latest `run`."""
+        """The ids int64 `[n, K]` of experts of this thread's latest `run_layers`."""
         return self._rooms.room.ids.copy()
 
     @property
     def spent_s(self) -> tuple[float, float]:
-        """Seconds of the latest `run` before the experts, and of these if it computed them."""
+        """Seconds of the latest `run_layers` before the experts, and of these if it computed them."""
         return self._layer.first_half_s, self._layer.experts_s
 
     def spent(self) -> dict[str, tuple[float, int, int]]:
         """What each of PARTS has taken so far: seconds, calls, and bytes of weights, keys and values (but for experts)."""
         return {part: (sums.seconds, sums.calls, sums.bytes) for part, sums in zip(PARTS, self._layer.spent, strict=True)}
+
+
+def run_layers(calls: Sequence[CalledLayer], hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[list[tuple[Tensor, int]], bool]:
+    """([(the output `[n, 1, H]` of a layer, how many experts were demanded)] of the first layers, up to one whose experts are not
+    asked for, or not all resident; whether that one's `first_half` was computed).
+
+    hidden `[n, 1, H]`: of the first layer, of the latest tokens of n sequences, whose new keys and values are written into their
+    memory. cos, sin: `[n, 1, R]`. Raises BudgetError, CheckpointError for the first layer; a later one that fails is left out.
+    """
+    cpu.setup()
+    n, rooms, outs = hidden.shape[0], [], []
+    for layer, places, asked in calls:
+        room = layer._room(n)
+        room.say(places, asked)
+        rooms.append(room)
+        if asked is not None:
+            outs.append(out := torch.empty_like(hidden))
+            room.call.out = out.data_ptr()
+    at = (_PLACE * len(calls))(*(room.at for room in rooms))
+    made = _decoder_layers()(at, len(calls), hidden.data_ptr(), n, cos.data_ptr(), sin.data_ptr(), cos.shape[2])
+    begun = made < len(calls) and rooms[made].call.found == -1
+    if made == 0 and not begun:
+        cpu.refuse(-1 - rooms[0].call.found)
+    return [(out, room.call.found) for out, room in zip(outs[:made], rooms)], begun

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import numpy as np
 
@@ -31,6 +31,13 @@ from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase
 
 Given = ParamSpec("Given")
 Computed = tuple[Any, Sequence[int]]  # a layer's result, and the experts that it wanted
+
+
+class Use(NamedTuple):
+    """What a use of an expert counts, and when it is."""
+
+    weight: float
+    tick: int
 
 
 def _in_core(event: Callable[Concatenate[Residency, Given], None]) -> Callable[Concatenate["Pager", Given], None]:
@@ -126,22 +133,25 @@ class Pager:
         demand = Demand(self.core, layer, experts, keep, counted, tokens, high, first, self.ways)
         return Lease(self, demand, layer)
 
-    def without_demand(self, layer: int, compute: Callable[[float, int], Computed | None]) -> Computed | None:
-        """What `compute(weight, tick)` returns for a layer whose experts are all resident, in one change: no copy is under way,
-        and none can begin meanwhile. `compute` counts their uses, `weight` each, at `tick`; it returns a result and the
-        experts that the layer wants.
+    def without_demand(self, layers: Sequence[int], compute: Callable[[list[Use]], Sequence[Computed]]) -> Sequence[Computed]:
+        """What `compute(uses)` returns for the first of these layers, each of whose experts are all resident, in one change: no
+        copy is under way, and none can begin meanwhile. `compute` gets one use for each layer that it may compute, and counts
+        the experts' uses.
 
-        None where the layer must `demand`: something is copied, or `compute` returned None for a missing expert.
+        Fewer results than layers: the next one must `demand`; something is copied, or one of its experts is missing.
         """
-        return self.changes.make(self._without_demand, layer, compute)
+        return self.changes.make(self._without_demand, layers, compute)
 
-    def _without_demand(self, layer: int, compute: Callable[[float, int], Computed | None]) -> Computed | None:
-        if not self.core.hits_only(layer):
-            return None
+    def _without_demand(self, layers: Sequence[int], compute: Callable[[list[Use]], Sequence[Computed]]) -> Sequence[Computed]:
+        core = self.core
+        several = layers[:1] if core.promises else layers  # keeping a promise begins a copy
+        free = list(itertools.takewhile(core.hits_only, several))
+        if not free:
+            return ()
         self._claim()
-        made = compute(self.core.table_of[layer].use_weight, self.core.tick + 1)
-        if made is not None:
-            self.core.hit(layer, made[1])
+        made = compute([Use(core.table_of[layer].use_weight, core.tick + 1 + i) for i, layer in enumerate(free)])
+        for layer, (_, experts) in zip(free, made):
+            core.hit(layer, experts)
             self._step_ended_s = time.perf_counter()
         return made
 

@@ -1,6 +1,6 @@
-// What the latest token of each sequence passes through in a decoder layer, in one call: norm, projections, rotary embedding,
-// attention over keys and values where they lie, residual, norm, the choice of experts, and if they are resident the experts and
-// their residual. Every step is the call that computes it alone, with its bits.
+// What the latest token of each sequence passes through in decoder layers, one after another, in one call: norm, projections, rotary
+// embedding, attention over keys and values where they lie, residual, norm, the choice of experts, and if they are resident the
+// experts and their residual. Every step is the call that computes it alone, with its bits.
 
 #include <chrono>
 #include <cstring>
@@ -58,6 +58,20 @@ struct CachedRow {
   std::int64_t tokens;                // with the new one
 };
 
+// What a call has for one layer, and leaves of it; n is the call's.
+struct CalledLayer {
+  DecoderLayer* layer;
+  const CachedRow* cached;         // [n], which take the new keys and values
+  void *given, *residual, *normed;  // [n, inputs]: what the layer was given, that + attention, the norm of that sum
+  void* weights;                   // [n, chosen], with a router: of the experts that it chooses for `normed`
+  std::int64_t* ids;               // [n, chosen]: these
+  const ResidentLayer* experts;    // null: none are asked for; the next four are of vismoe_resident
+  double weight, tick;
+  std::int32_t* demanded;
+  void* out;           // [n, inputs], the layer's output, if all experts are resident
+  std::int32_t found;  // how many experts were demanded, or as vismoe_decoder_layers returns
+};
+
 namespace {
 
 // out [i] = a [i] + b [i], rounded to their type.
@@ -107,23 +121,14 @@ class Arrays {
   std::size_t bytes_ = 0;
 };
 
-}  // namespace
-
-// hidden [n, inputs]; cos and sin [n, turned] of each row's position; cached [n], which take the new keys and values.
-// residual [n, inputs] = hidden + attention; normed [n, inputs] = its norm; with a router weights and ids [n, chosen] of the experts
-// that it chooses for that; with `experts` out [n, inputs], the layer's output, if all these are resident. weight, tick and
-// demanded: see vismoe_resident.
-// Returns how many experts were demanded; -1 where one is not resident, or none was asked for: then there is no output, and nothing
-// was counted; -2 where memory or threads could not be had, -3 for a damaged lossless record: then nothing counts.
-VISMOE_API std::int32_t vismoe_decoder_layer(DecoderLayer* layer, const void* hidden, std::size_t n, const void* cos,
-                                             const void* sin, std::size_t turned, const CachedRow* cached, void* residual, void* normed, void* weights,
-                                             std::int64_t* ids, void* out, const ResidentLayer* experts, double weight, double tick,
-                                             std::int32_t* demanded) try {
+// The layer of one call, whose input is `hidden`; returns what `found` says.
+std::int32_t compute(const CalledLayer& call, const void* hidden, std::size_t n, const void* cos, const void* sin,
+                     std::size_t turned) {
   thread_local std::vector<std::uint8_t> scratch;
   thread_local std::vector<AttentionRow> rows;
   thread_local std::vector<float> parts;
   const auto size = [](std::int64_t value) { return static_cast<std::size_t>(value); };
-  const DecoderLayer& l = *layer;
+  const DecoderLayer& l = *call.layer;
   const std::size_t item = l.dtype == kFp32 ? 4 : 2, inputs = size(l.inputs), groups = size(l.groups), columns = size(l.columns);
   const std::size_t wide = size(l.value_columns), heads = groups * size(l.heads);
   Arrays arrays(item);
@@ -138,8 +143,9 @@ VISMOE_API std::int32_t vismoe_decoder_layer(DecoderLayer* layer, const void* hi
     if (by.eps < 0) return 0;
     return vismoe_norm(from, by.weight, to, numbers / size(by.width), size(by.width), by.eps, by.unit, l.dtype, nullptr, nullptr);
   };
-  Stopwatch watch(layer->spent);
+  Stopwatch watch(call.layer->spent);
 
+  std::memcpy(call.given, hidden, n * inputs * item);
   std::int32_t failed = norm(l.before, hidden, at(x_at), n * inputs);
   watch.ended(kNorms, inputs * item);
   const Product projections[] = {{l.matrices[kQueries], l.weights[kQueries], at(queries_at)},
@@ -157,7 +163,7 @@ VISMOE_API std::int32_t vismoe_decoder_layer(DecoderLayer* layer, const void* hi
   rows.resize(n);
   std::size_t tokens = 0;
   for (std::size_t row = 0; row < n; row++) {
-    const CachedRow& c = cached[row];
+    const CachedRow& c = call.cached[row];
     const auto append = [&](void* to, std::int64_t head, std::size_t from_at, std::size_t width) {
       for (std::size_t g = 0; g < groups; g++) {
         const std::size_t place = g * size(head) + size(c.tokens - 1) * width;
@@ -177,26 +183,44 @@ VISMOE_API std::int32_t vismoe_decoder_layer(DecoderLayer* layer, const void* hi
   const Product output{l.matrices[kOutput], l.weights[kOutput], at(x_at)};
   failed |= vismoe_linears(&output, 1, at(attended_at), l.dtype, n);
   watch.ended(kProducts, output.matrix->all_bytes());
-  failed |= vismoe_norm(hidden, l.behind.weight, normed, n, inputs, l.behind.eps, l.behind.unit, l.dtype, at(x_at), residual);
+  failed |= vismoe_norm(hidden, l.behind.weight, call.normed, n, inputs, l.behind.eps, l.behind.unit, l.dtype, at(x_at),
+                        call.residual);
   watch.ended(kNorms, inputs * item);
   if (l.router) {
     const Product logits{l.router, l.router_weight, at(logits_at)};
-    failed |= vismoe_linears(&logits, 1, normed, l.dtype, n);
-    failed |= vismoe_choose(at(logits_at), l.dtype, n, size(l.router->rows), size(l.chosen), l.normalised, weights,
-                            l.weights_dtype, ids);
+    failed |= vismoe_linears(&logits, 1, call.normed, l.dtype, n);
+    failed |= vismoe_choose(at(logits_at), l.dtype, n, size(l.router->rows), size(l.chosen), l.normalised,
+                            call.weights, l.weights_dtype, call.ids);
     watch.ended(kRouter, l.router->all_bytes());
   }
-  layer->first_half_s = watch.all();
+  call.layer->first_half_s = watch.all();
   if (failed) return -2;
-  if (experts == nullptr) return -1;
+  if (call.experts == nullptr) return -1;
   const std::size_t chosen = size(l.chosen);
   parts.resize(n * chosen * inputs);
-  const std::int32_t count = vismoe_resident(experts, ids, n, chosen, weights, l.weights_dtype, normed, l.dtype, parts.data(), at(x_at),
-                                             weight, tick, demanded);
-  if (count >= 0) add(residual, at(x_at), out, n * inputs, static_cast<Dtype>(l.dtype));
+  const std::int32_t found = vismoe_resident(call.experts, call.ids, n, chosen, call.weights, l.weights_dtype, call.normed, l.dtype,
+                                             parts.data(), at(x_at), call.weight, call.tick, call.demanded);
+  if (found >= 0) add(call.residual, at(x_at), call.out, n * inputs, static_cast<Dtype>(l.dtype));
   watch.ended(kExperts, 0);
-  layer->experts_s = watch.all() - layer->first_half_s;
+  call.layer->experts_s = watch.all() - l.first_half_s;
+  return found;
+}
+
+}  // namespace
+
+// The layers of `calls`, one after another, for hidden [n, inputs] of the first; cos and sin [n, turned] of each row's position.
+// Returns how many have an output. The next one's `found` says why it has none: -1 where an expert is not resident, or none was
+// asked for: then nothing of its experts was counted; -2 where memory or threads could not be had, -3 for a damaged lossless
+// record: then nothing of it counts.
+VISMOE_API std::size_t vismoe_decoder_layers(CalledLayer* const* calls, std::size_t count, const void* hidden, std::size_t n,
+                                             const void* cos, const void* sin, std::size_t turned) {
+  for (std::size_t i = 0; i < count; i++) {
+    try {
+      calls[i]->found = compute(*calls[i], i == 0 ? hidden : calls[i - 1]->out, n, cos, sin, turned);
+    } catch (const std::exception&) {
+      calls[i]->found = -2;
+    }
+    if (calls[i]->found < 0) return i;
+  }
   return count;
-} catch (const std::exception&) {
-  return -2;
 }

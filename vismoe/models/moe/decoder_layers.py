@@ -1,19 +1,25 @@
-"""Lets one call of the CPU kernels compute what single tokens pass through in a decoder layer.
+"""Lets one call of the CPU kernels compute what single tokens pass through in decoder layers.
 
 The call makes the same numbers as the layer's own modules, which the kernels compute by then, bit for bit: they are compared on
 a token of made-up numbers. Where they differ, or a pass is of another kind, or a hook listens to a module in between, the layer
 runs its own code. If the feed-forward block is a router that the kernels know and its experts, and these are resident, the call
 computes them, too; otherwise the experts are demanded, or the block's module runs.
+
+With its experts, a layer's call goes on to the layers behind it: the interpreter, whose memory the weights have pushed out of the
+caches, takes as long between two layers as a tenth of a layer. Each of these hands out its output when the decoder calls it, if
+the decoder gives it what the call has computed with, to the bit; its token counts as cached from then on. Otherwise it computes
+again, and calls end before it from then on.
 """
 
 import copy
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -23,7 +29,7 @@ from transformers.utils import output_capturing
 
 from vismoe.kernels import cpu
 from vismoe.kernels.attention import COLUMNS
-from vismoe.kernels.decoder_layer import Cached, DecoderLayer, HeadShape, NewTokens, Router, RowNorm, Weight
+from vismoe.kernels.decoder_layer import Cached, CalledLayer, DecoderLayer, HeadShape, Router, RowNorm, Weight, run_layers
 from vismoe.kernels.rows import NUMBER_OF
 from vismoe.lookahead.gate import Capture
 from vismoe.models.family.caches import CACHE
@@ -31,6 +37,7 @@ from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.family.mtp import of_mtp
 from vismoe.models.moe.attention import IMPLEMENTATION
+from vismoe.models.moe.experts import PagedLayer
 from vismoe.models.moe.heavy_hitters import HEARD_BY
 from vismoe.models.moe.linears import EncodedLinear
 from vismoe.models.moe.norms import norm_form
@@ -45,6 +52,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS_OF_HEADS = ("q_norm", "k_norm")
 KNOWN = frozenset({CACHE, "attention_mask", "position_embeddings", "position_ids", "use_cache"})  # what a layer may be given
 EVERYWHERE = (everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks)  # hooks of all modules
+MOST_LAYERS = 16  # of one call, which nothing interrupts
 MOST_ANGLES = 4  # that a decoder makes for a pass, for several kinds of layers
 CACHED_TOKENS = 5  # before the token that layers are compared on
 
@@ -53,13 +61,15 @@ def serve_decoder_layers(model: nn.Module) -> tuple[int, int]:
     """Make one call compute the decoder's layers for single tokens; returns how many layers these are, and how many with their
     experts. The modules within must be served before."""
     served: list[tuple[nn.Module, ServedLayer]] = []
+    decoders: list[str] = []
     with torch.inference_mode():
         for path, module in model.named_modules():
             if "forward" in module.__dict__ or is_vision(path) or of_mtp(path):
                 continue
             if (layer := ServedLayer.of(module)) is not None:
                 served.append((module, layer))
-    watch = LayerWatch([layer for _, layer in served])
+                decoders.append(path.rpartition(".")[0])
+    watch = LayerWatch([layer for _, layer in served], decoders)
     give_forward(((module, layer, watch) for module, layer in served), _forward)
     return len(served), sum(layer.experts is not None for _, layer in served)
 
@@ -75,17 +85,34 @@ def served_layers(model: nn.Module) -> Iterator["ServedLayer"]:
 def _forward(
     reference: Any, served: "ServedLayer", watch: "LayerWatch", hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    if not args and watch.fit(kwargs) and (made := served.run(hidden_states, kwargs)) is not None:
+    if not args and watch.fit(kwargs) and (made := served.run(hidden_states, kwargs, watch)) is not None:
         return made
     module = reference()
     return type(module).forward(module, hidden_states, *args, **kwargs)
+
+
+class NewTokens(NamedTuple):
+    """Where the keys and values of each sequence's new token go, and what to call when they are there."""
+
+    places: Sequence[Cached]
+    written: Callable[[], None]
+
+
+class Ahead(NamedTuple):
+    """What a call has computed of a layer that the decoder had not called yet: in a pass with these angles, with these places for
+    new tokens. out `[n, 1, H]`, None: only the first half."""
+
+    angles: Any
+    places: Sequence[Cached]
+    out: torch.Tensor | None
 
 
 class LayerWatch:
     """Looks once for each pass whether the layers' modules would do what was compared: nothing listens to them, none has been
     replaced, and what they are given is known. A pass is told by its angles, which a decoder makes once for all layers."""
 
-    def __init__(self, layers: Sequence["ServedLayer"]):
+    def __init__(self, layers: Sequence["ServedLayer"], decoders: Sequence[str]):
+        """decoders: where each layer is."""
         self._attentions = [(layer.attention, layer.native.scale) for layer in layers]
         self._natives = list({layer.native.shape: layer.native for layer in layers}.values())
         self._norms = [layer.behind for layer in layers]
@@ -99,6 +126,11 @@ class LayerWatch:
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         # By the identity of angles: these, their cache (weak), whether all fits.
         self._seen: dict[int, tuple[Any, Any, bool]] = {}
+        at = [(decoder, layer.index) for decoder, layer in zip(decoders, layers, strict=True)]
+        self._behind = {layer: _following(layers[place:], at[place:]) for place, layer in enumerate(layers)}
+        self._apart: set[ServedLayer] = set()  # are given something else than the output of the layer before
+        self._ahead: dict[ServedLayer, Ahead] = {}
+        self._at_once = 1  # layers that the next call tries
 
     def fit(self, given: Mapping[str, Any]) -> bool:
         angles, cache = given.get("position_embeddings"), given.get(CACHE)
@@ -113,6 +145,33 @@ class LayerWatch:
             seen = self._seen[id(angles)] = angles, weakref.ref(cache), self._look(given)
         return seen[2] and cache is seen[1]()
 
+    def computed(
+        self, layer: "ServedLayer", paged: PagedLayer, hidden: torch.Tensor, given: Mapping[str, Any], new: "NewTokens"
+    ) -> torch.Tensor | None:
+        """The layer's output, of this call or of an earlier one; None: of its first half alone, see `DecoderLayer.first_half`."""
+        angles, found = given["position_embeddings"], self._ahead.pop(layer, None)
+        if found is not None and found.angles is angles:
+            if all(map(_same_place, found.places, new.places)) and layer.native.was_given(hidden):
+                return found.out
+            self._apart.add(layer)
+        calls = [(layer, paged, new.places)]
+        for later in self._behind[layer][: self._at_once - 1]:
+            other, more = later.paged, later.new_tokens(hidden, given)
+            if other is None or more is None or other.context is not paged.context:
+                break
+            if later in self._apart or not later.is_unheard:
+                break
+            calls.append((later, other, more.places))
+        self._ahead = {}
+        outs, begun = paged.run_layers([(one.layer, each.native, places) for each, one, places in calls], hidden, angles)
+        self._at_once = min(2 * len(calls), MOST_LAYERS) if len(outs) == len(calls) else max(len(outs), 1)
+        made: list[torch.Tensor | None] = [*outs, *([None] if begun else [])]
+        if not made:
+            run_layers([CalledLayer(layer.native, new.places)], hidden, *angles)
+            return None
+        self._ahead = {each: Ahead(angles, places, out) for (each, _, places), out in zip(calls[1:], made[1:])}
+        return made[0]
+
     def _look(self, given: Mapping[str, Any]) -> bool:
         if torch.is_grad_enabled() or cpu.setup().isa == "portable":
             return False
@@ -125,6 +184,18 @@ class LayerWatch:
             and all(held.get(name) is thing for held, name, thing in self._places)
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
         )
+
+
+def _following(layers: Sequence["ServedLayer"], places: Sequence[tuple[str, int]]) -> Sequence["ServedLayer"]:
+    """What the decoder of the first of these layers calls next, one after another, by the places of all."""
+    decoder, index = places[0]
+    expected = ((decoder, index + later) for later in range(1, MOST_LAYERS))
+    count = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(places[1:], expected)))
+    return layers[1 : 1 + count]
+
+
+def _same_place(one: Cached, other: Cached) -> bool:
+    return one.keys is other.keys and one.values is other.values and one.tokens == other.tokens
 
 
 def _listens(hooks: Mapping[Any, Any]) -> bool:
@@ -191,32 +262,49 @@ class ServedLayer:
             return cls(native, index, parts.attention, behind, parts.block, experts, tuple(silent), tuple(places))
         return None
 
-    def run(self, hidden: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor | None:
+    def run(self, hidden: torch.Tensor, given: Mapping[str, Any], watch: LayerWatch) -> torch.Tensor | None:
         """The layer's output `[n, 1, H]` for the latest tokens of n sequences; None: its modules must compute it."""
-        native, experts = self.native, self.experts
-        cos, sin = angles = given["position_embeddings"]
-        if not native.takes(hidden) or cos.shape[0] != hidden.shape[0]:
+        new, paged = self.new_tokens(hidden, given), self.paged
+        if new is None or (paged is not None and not paged.is_mine):
             return None
-        paged: Any = None if experts is None else experts.__dict__.get("_vismoe_layer")
-        if (paged is not None and not paged.is_mine) or (new := self._new_tokens(given.get(CACHE), hidden.shape[0])) is None:
-            return None
-        if paged is not None and experts is not None and not experts._forward_pre_hooks and not experts._forward_hooks:
-            return paged.run_layer(experts, native, hidden, angles, new, self._look)
-        native.run(hidden, cos, sin, new)
-        residual, normed, weights, ids = native.first_half()
+        out, whole = None, self.is_unheard
+        if paged is not None and whole:
+            out = watch.computed(self, paged, hidden, given, new)
+        else:
+            run_layers([CalledLayer(self.native, new.places)], hidden, *given["position_embeddings"])
+        new.written()
+        if paged is not None and out is not None:
+            paged.computed_short(self.native.chosen)
+            return out
+        residual, normed, weights, ids = self.native.first_half()
         self._look(residual)
-        if experts is None:
+        if self.experts is None:
             return residual + self.block(normed)
-        return residual + experts(normed[:, 0], ids, weights)[:, None]
+        assert weights is not None and ids is not None
+        demanded = self.experts if paged is None or not whole else partial(paged.demanded, self.experts)
+        return residual + demanded(normed[:, 0], ids, weights)[:, None]
+
+    @property
+    def paged(self) -> PagedLayer | None:
+        """What computes the experts of `native`'s router, if these are paged."""
+        return None if self.experts is None else cast("PagedLayer | None", self.experts.__dict__.get("_vismoe_layer"))
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether nothing listens to the experts' module."""
+        return self.experts is None or not (self.experts._forward_pre_hooks or self.experts._forward_hooks)
 
     def _look(self, residual: torch.Tensor) -> None:
         for hook in self.behind._forward_pre_hooks.values():
             assert isinstance(hook, Capture)  # `LayerWatch` has looked
             hook.look(residual)
 
-    def _new_tokens(self, cache: Any, count: int) -> NewTokens | None:
-        """Where the new keys and values of each sequence go; None: a cache that the layer's modules must extend."""
-        running, index = running_rows(), self.index
+    def new_tokens(self, hidden: torch.Tensor, given: Mapping[str, Any]) -> NewTokens | None:
+        """Where the new keys and values of each sequence go; None: hidden states or a cache that are the modules' business."""
+        cache: Any = given.get(CACHE)
+        count, running, index = hidden.shape[0], running_rows(), self.index
+        if not self.native.takes(hidden) or given["position_embeddings"][0].shape[0] != count:
+            return None
         if running is None and type(cache) is DynamicCache and count == 1 and index < len(cache.layers):
             only = cache.layers[index]
             fits = isinstance(only, GrowingLayer) and only.has_room(1)
@@ -320,7 +408,8 @@ class _Parts:
             layer._modules[name] = self.block
         if not isinstance(out, torch.Tensor) or stub.given is None or stub.given[0].shape != hidden.shape:
             return None
-        native.run(hidden, *angles, NewTokens((Cached(*ours.place()),), ours.one_more))
+        run_layers([CalledLayer(native, (Cached(*ours.place()),))], hidden, *angles)
+        ours.one_more()
         residual, normed, *_ = native.first_half()
         same = torch.equal(normed, stub.given[0]) and torch.equal(out, residual + stub.result)
         kept = all(torch.equal(a, b) for a, b in ((theirs.keys, ours.keys), (theirs.values, ours.values)))

@@ -8,7 +8,7 @@ read per layer: the routing.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
 from vismoe.errors import BusyError, UnsupportedModelError
-from vismoe.kernels.decoder_layer import DecoderLayer, NewTokens
+from vismoe.kernels.decoder_layer import Cached, DecoderLayer
 from vismoe.models.family.families import expert_modules
 from vismoe.models.moe.draft_pool import DraftPool
 from vismoe.models.moe.format_choice import FormatChooser
@@ -58,33 +58,19 @@ class PagedLayer:
         if short is not None:
             out = short.run(self.context.step.phase, self.layer, hidden, index, factors)
             if out is not None:
-                self._computed_short(index.numpy)
+                self.computed_short(index.numpy)
                 return out
         return self.demanded(module, hidden, index, factors)
 
-    def run_layer(
+    def run_layers(
         self,
-        module: Any,
-        native: DecoderLayer,
+        layers: Sequence[tuple[int, DecoderLayer, Sequence[Cached]]],
         hidden: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
-        new: NewTokens,
-        look: Callable[[torch.Tensor], None],
-    ) -> torch.Tensor:
-        """The output `[n, 1, H]` of the decoder layer around these experts, whose first half `native` computes. `look` gets the
-        residual stream behind it, `[n, 1, H]`, if the lookahead may ask for that."""
-        short, out, ran = self._short(), None, False
-        if short is not None:
-            out, ran = short.run_layer(self.context.step.phase, self.layer, native, hidden, angles, new)
-            if out is not None:
-                self._computed_short(native.chosen)
-                return out
-        if not ran:
-            native.run(hidden, *angles, new)
-        residual, normed, weights, ids = native.first_half()
-        assert weights is not None and ids is not None
-        look(residual)
-        return residual + self.demanded(module, normed[:, 0], ids, weights)[:, None]
+    ) -> tuple[list[torch.Tensor], bool]:
+        """As `ResidentLayers.run_layers`, for this layer and those that follow it."""
+        short = self._short()
+        return ([], False) if short is None else short.run_layers(self.context.step.phase, layers, hidden, angles)
 
     @property
     def is_mine(self) -> bool:
@@ -97,7 +83,7 @@ class PagedLayer:
         silent = step.beside or not context.lookahead_inputs.asks
         return step.short if silent and self.is_mine else None
 
-    def _computed_short(self, read: Callable[[], np.ndarray]) -> None:
+    def computed_short(self, read: Callable[[], np.ndarray]) -> None:
         """`read` makes the ids of the layer's experts, int64 `[T, K]`."""
         if not self.context.step.beside:
             self.context.lookahead_inputs.at_resident_layer(self.layer, read, self.context.step.kinds)

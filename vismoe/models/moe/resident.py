@@ -1,20 +1,21 @@
-"""The short way of a decode pass through layers whose experts are all resident: one native call and no demand.
+"""The short way of a decode pass through layers whose experts are all resident: native calls and no demand.
 
 Counters, the page table and the results come out as those of a demand (experts.py), which every layer goes back to that misses
 something. `of` makes it for what it fits: the CPU kernels, slabs of one format, no tier below.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 
-from vismoe.kernels.decoder_layer import Asked, DecoderLayer, NewTokens
+from vismoe.kernels.decoder_layer import Asked, Cached, CalledLayer, DecoderLayer, run_layers
 from vismoe.kernels.resident import LayerArrays, ResidentLayer
 from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.paging.page_table import RESIDENT
-from vismoe.paging.pager import Computed, Pager
+from vismoe.paging.pager import Computed, Pager, Use
 from vismoe.types import Phase
 
 
@@ -53,57 +54,64 @@ class ResidentLayers:
         if torch.is_grad_enabled() or not resident.takes(hidden, index, factors):
             return None
 
-        def compute(weight: float, tick: int) -> tuple[Computed | None, float, float]:
+        compute_s = 0.0
+
+        def compute(uses: list[Use]) -> list[Computed]:
+            nonlocal compute_s
             began_s = time.perf_counter()
-            made = resident.run(hidden, index, factors, weight, tick)
+            made = resident.run(hidden, index, factors, *uses[0])
             compute_s = time.perf_counter() - began_s
-            return None if made is None else (made[0], resident.demanded(made[1])), compute_s, 0.0
-
-        return self._counted(phase, layer, index.numel(), compute)
-
-    def run_layer(
-        self,
-        phase: Phase,
-        layer: int,
-        native: DecoderLayer,
-        hidden: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        new: NewTokens,
-    ) -> tuple[torch.Tensor | None, bool]:
-        """(the output `[n, 1, H]` of the whole decoder layer, whether `native` has computed its first half); None for an output:
-        the experts must be demanded."""
-        resident, ran = self._layers[layer], False
-
-        def compute(weight: float, tick: int) -> tuple[Computed | None, float, float]:
-            nonlocal ran
-            ran = True
-            made = native.run(hidden, *angles, new, Asked(resident, weight, tick))
-            first_half_s, experts_s = native.spent_s
-            return None if made is None else (made[0], resident.demanded(made[1])), experts_s, first_half_s
-
-        assert native.router is not None
-        return self._counted(phase, layer, hidden.shape[0] * native.router.chosen, compute), ran
-
-    def _counted(
-        self, phase: Phase, layer: int, choices: int, compute: Callable[[float, int], tuple[Computed | None, float, float]]
-    ) -> torch.Tensor | None:
-        """What `compute` makes without a demand. It also returns the seconds of the experts, and of what is no part of them."""
-        pager, spent_s = self._pager, (0.0, 0.0)
-
-        def timed(weight: float, tick: int) -> Computed | None:
-            nonlocal spent_s
-            made, *seconds = compute(weight, tick)
-            spent_s = seconds[0], seconds[1]
-            return made
+            return [] if made is None else [(made[0], resident.demanded(made[1]))]
 
         began_s = time.perf_counter()
-        made = pager.without_demand(layer, timed)
-        if made is None:
+        made = self._pager.without_demand([layer], compute)
+        if not made:
             return None
-        (out, experts), (compute_s, other_s) = made, spent_s
+        ((out, experts),) = made
         ended_s = time.perf_counter()
-        pager.metrics.count_resident(phase, layer, len(experts), choices, compute_s, ended_s - began_s - other_s)
+        self._count(phase, layer, experts, index.numel(), (began_s, ended_s - compute_s, ended_s), len(hidden))
+        return cast(torch.Tensor, out)
+
+    def run_layers(
+        self,
+        phase: Phase,
+        layers: Sequence[tuple[int, DecoderLayer, Sequence[Cached]]],
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[list[torch.Tensor], bool]:
+        """(the outputs `[n, 1, H]` of the first of these decoder layers, which follow one another, whether the first half of the
+        next one was computed, whose experts must be demanded)."""
+        begun = False
+
+        def compute(uses: list[Use]) -> list[Computed]:
+            nonlocal begun
+            called = layers[: len(uses)]
+            asked = [Asked(self._layers[layer], *use) for (layer, _, _), use in zip(called, uses, strict=True)]
+            calls = [CalledLayer(native, places, ask) for (_, native, places), ask in zip(called, asked, strict=True)]
+            made, begun = run_layers(calls, hidden, *angles)
+            return [(out, ask.layer.demanded(count)) for (out, count), ask in zip(made, asked)]
+
+        at_s = time.perf_counter()
+        made = self._pager.without_demand([layer for layer, _, _ in layers], compute)
+        if not made:
+            return [], begun
+        spent = [native.spent_s for _, native, _ in layers[: len(made) + begun]]
+        next_s = spent.pop()[0] if begun else 0.0
+        control_s = (time.perf_counter() - at_s - next_s - sum(map(sum, spent))) / len(made)
+        for (layer, native, _), (out, experts), (first_half_s, experts_s) in zip(layers, made, spent):
+            assert native.router is not None
+            began_s, choices = at_s + first_half_s, out.shape[0] * native.router.chosen
+            at_s = began_s + control_s + experts_s
+            self._count(phase, layer, experts, choices, (began_s, at_s - experts_s, at_s), out.shape[0])
+        return [out for out, _ in made], begun
+
+    def _count(
+        self, phase: Phase, layer: int, experts: Sequence[int], choices: int, at_s: tuple[float, float, float], tokens: int
+    ) -> None:
+        """A layer that wanted these experts. at_s: when it began, when its experts did, when it ended."""
+        began_s, computing_s, ended_s = at_s
+        pager = self._pager
+        pager.metrics.count_resident(phase, layer, len(experts), choices, ended_s - computing_s, ended_s - began_s)
         if pager.timeline is not None:
-            pager.timeline.span("compute", f"layer {layer}", ended_s - compute_s, ended_s, experts=experts)
-            pager.timeline.span("layers", f"layer {layer}", began_s + other_s, ended_s, tokens=out.shape[0])
-        return out
+            pager.timeline.span("compute", f"layer {layer}", computing_s, ended_s, experts=experts)
+            pager.timeline.span("layers", f"layer {layer}", began_s, ended_s, tokens=tokens)

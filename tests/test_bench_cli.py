@@ -35,7 +35,7 @@ from vismoe.machine.rates import DramRates
 
 REPORT = {
     "command", "commit", "versions", "hardware", "model", "stores", "conditions", "labels", "ceilings", "control", "contestants",
-    "runs", "interrupted",
+    "runs", "interrupted", "timeline",
 }  # fmt: skip
 TINY = "bench --geometry tiny --layers 2 --repeats 1 --warm 1 --prompt-tokens 12 --new-tokens 4 --memory 50% --threads 1".split()
 
@@ -103,6 +103,8 @@ def test_a_benchmark_of_three_contestants_ends_with_one_json_line(tiny, capsys, 
     assert report["versions"].keys() >= {"python", "torch", "accelerate", "llama_cpp_python"} and "logits" not in first
     tracks = {event["args"]["name"] for event in json.loads(timeline.read_text())["traceEvents"] if event["ph"] == "M"}
     assert {"phase", "compute"} <= tracks
+    assert report["timeline"].keys() == {"prefill", "decode"} and 0 < report["timeline"]["decode"]["computing"] < 1
+    assert sum(line.startswith("timeline, ") for line in table) == 2
 
 
 def test_timed_parts_are_given_back():

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
 import tiny_models
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from searching import examples
 
 import vismoe
 from vismoe import VisMoEConfig
@@ -50,4 +54,31 @@ def test_more_spans_than_it_holds_are_dropped_and_said(tmp_path, monkeypatch):
     for _ in range(5):
         timeline.span("compute", "x", 0.0, 1.0)
     timeline.write(tmp_path / "out.json")
-    assert json.loads((tmp_path / "out.json").read_text())["otherData"] == {"dropped_spans": 3}
+    assert json.loads((tmp_path / "out.json").read_text())["otherData"]["dropped_spans"] == 3
+
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=12)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(INTERVALS, INTERVALS, st.integers(0, 20), st.integers(1, 30))
+def test_shares_of_a_phase_are_those_of_its_moments(tmp_path_factory, copies, computed, began, lasted):
+    """Spans last from one whole second to another, so each second is all or nothing."""
+    timeline, moments = Timeline(), range(began, began + lasted)
+    for number, (start, length) in enumerate(copies):
+        timeline.span(f"worker {number % 3}", "copy" if number % 2 else "prefetch", start, start + length, bytes=10)
+    for start, length in computed:
+        timeline.span("compute", "layer 0", start, start + length)
+    timeline.span("stall", "layer 0", 0, 100)
+    timeline.span("phase", "decode", began, began + lasted)
+    path = tmp_path_factory.mktemp("timeline") / "out.json"
+    timeline.write(path)
+    found = json.loads(path.read_text())["otherData"]["phases"]["decode"]
+    busy = [{second for start, length in spans for second in range(start, start + length)} for spans in (copies, computed)]
+    copying, computing = ([moment in seconds for moment in moments] for seconds in busy)
+    kinds = list(zip(copying, computing))
+    shares = {name: found[name] * lasted for name in ("copying", "computing", "both", "neither")}
+    expected = sum(copying), sum(computing), kinds.count((True, True)), kinds.count((False, False))
+    assert list(shares.values()) == pytest.approx(expected, abs=1e-9) and found["seconds"] == lasted
+    ended = [start + length for start, length in copies if start < began + lasted and start + length > began]
+    assert found["copied_bytes"] == 10 * sum(end <= began + lasted for end in ended)

@@ -1,6 +1,7 @@
 """One benchmark from its options to its report: prepare the weights, refuse what is unfair, run the workers, collect results."""
 
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -100,6 +101,8 @@ def run(order: BenchOptions, progress: Callable[[int, bool], AbstractContextMana
     unfit = {entry.name: reason for entry in task.entries if (reason := does_not_fit(entry, task.conditions))}
     jobs = {one.name: _job_of(one, task.job, order, subject) for one in contestants if one.name not in unfit}
     jobs[contestants[0].name] = replace(jobs[contestants[0].name], trace=order.trace)
+    if order.trace:
+        Path(order.trace).unlink(missing_ok=True)  # an earlier one says nothing of this benchmark
     ceilings = ceilings_of(subject.files[0].parent, task.job.device, Settings.of(**task.job.settings), progress=not order.quiet)
     control = _control(subject) if order.control else None
     with progress(order.repeats * len(jobs), order.quiet) as begin:
@@ -128,10 +131,19 @@ def run(order: BenchOptions, progress: Callable[[int, bool], AbstractContextMana
         ],
         "ceilings": ceilings_json(ceilings, work),
         "control": control,
+        "timeline": _phases_of(order.trace),
         "contestants": figures,
         "runs": [{name: value for name, value in run.items() if name not in ("notes", "logits")} for run in outcome.runs],
         "interrupted": outcome.interrupted,
     }
+
+
+def _phases_of(trace: str | None) -> dict[str, Any] | None:
+    """What a timeline says of the phases of its request: `vismoe.timeline.Shares` by name; None: none was written."""
+    try:
+        return None if trace is None else json.loads(Path(trace).read_text())["otherData"]["phases"]
+    except FileNotFoundError:
+        return None
 
 
 @dataclass(frozen=True)

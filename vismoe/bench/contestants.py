@@ -31,7 +31,7 @@ from vismoe.models.load.gguf import GgufWeights, load_gguf
 from vismoe.models.load.preview import model_class, read_config, torch_dtype
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
-from vismoe.timeline import Timeline
+from vismoe.timeline import PHASE, Timeline
 
 
 @dataclass
@@ -219,8 +219,8 @@ class VisMoERunner(TransformersRunner):
         request = self.request(WARM)
         pager.timeline = None
         first_s = self.began_s + request.encode_s + request.prefill_s
-        timeline.span("phase", "prefill", self.began_s, first_s, tokens=request.prompt_tokens, encode_s=request.encode_s)
-        timeline.span("phase", "decode", first_s, first_s + request.decode_s, tokens=request.decode_tokens)
+        timeline.span(PHASE, "prefill", self.began_s, first_s, tokens=request.prompt_tokens, encode_s=request.encode_s)
+        timeline.span(PHASE, "decode", first_s, first_s + request.decode_s, tokens=request.decode_tokens)
         timeline.write(path)
 
 

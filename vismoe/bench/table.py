@@ -215,6 +215,14 @@ def _notes(report: dict[str, Any]) -> list[str]:
             lines.append(f"  {format_bytes(row['cached_bytes'])} of its weight files stayed in the page cache")
         if row["not_cold"]:
             lines.append(f"  no cold ratio: {row['not_cold']}")
+    rate = report["ceilings"]["disk_bytes_per_s"]
+    for phase, part in (report["timeline"] or {}).items():
+        copied = part["copied_bytes"] / part["seconds"]
+        lines.append(
+            f"timeline, {phase}: experts were copied for {part['copying']:.0%} of {part['seconds']:.2f} s and computed for "
+            f"{part['computing']:.0%}, both at once for {part['both']:.0%}, neither for {part['neither']:.0%}; "
+            f"copies moved {format_bytes(int(copied))}/s" + (f", {copied / rate:.0%} of the disk's rate" if rate else "")
+        )
     for store in report["stores"]:
         took = f"packed in {store['packed_s']:.0f} s" if store["packed_s"] else "packed before"
         took += ", rounded to nearest" if store["format"] in BITS_PER_WEIGHT else ""

@@ -26,7 +26,7 @@ from vismoe.paging.tickets import Ticket
 from vismoe.paging.transfer import Mover, Transfer
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
-from vismoe.timeline import Timeline
+from vismoe.timeline import COMPUTE, Timeline
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase
 
 Given = ParamSpec("Given")
@@ -346,7 +346,7 @@ class Lease:
             self._compute_s += ended_s - began_s
             if self._pager.timeline is not None:
                 name = f"layer {self._layer}" + (" on host" if group.on_host else "")
-                self._pager.timeline.span("compute", name, began_s, ended_s, experts=group.experts)
+                self._pager.timeline.span(COMPUTE, name, began_s, ended_s, experts=group.experts)
             make(demand.computed, group)
 
     def _wait(self, tickets: list[Ticket]) -> None:

@@ -25,6 +25,7 @@ from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.resident import ResidentLayers
 from vismoe.models.moe.step_context import ExpertService, Interrupted, Step, StepContext
 from vismoe.pools.readback import on_host
+from vismoe.timeline import COMPUTE
 from vismoe.types import Phase, TokenKind
 
 IMPLEMENTATION = "vismoe"
@@ -136,7 +137,7 @@ class PagedLayer:
         pager.metrics.add("steps", Phase.DRAFT, layer)
         pager.metrics.add("compute_seconds", Phase.DRAFT, layer, ended_s - began_s)
         if pager.timeline is not None:
-            pager.timeline.span("compute", f"draft of layer {layer}", began_s, ended_s)
+            pager.timeline.span(COMPUTE, f"draft of layer {layer}", began_s, ended_s)
         return out
 
     def _compute(
@@ -157,7 +158,7 @@ class PagedLayer:
             ended_s = time.perf_counter()
             resident.computed(layer, module.num_experts, index, ended_s - began_s)
             if pager.timeline is not None:
-                pager.timeline.span("compute", f"layer {layer}", began_s, ended_s)
+                pager.timeline.span(COMPUTE, f"layer {layer}", began_s, ended_s)
             return out
         routing, weights = _on_host(index, factors, with_factors=chooser is not None)
         decoding = step.phase in (Phase.DECODE, Phase.DRAFT)

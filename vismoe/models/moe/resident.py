@@ -16,6 +16,7 @@ from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.paging.page_table import RESIDENT
 from vismoe.paging.pager import Computed, Pager, Use
+from vismoe.timeline import COMPUTE
 from vismoe.types import Phase
 
 
@@ -113,5 +114,5 @@ class ResidentLayers:
         pager = self._pager
         pager.metrics.count_resident(phase, layer, len(experts), choices, ended_s - computing_s, ended_s - began_s)
         if pager.timeline is not None:
-            pager.timeline.span("compute", f"layer {layer}", computing_s, ended_s, experts=experts)
+            pager.timeline.span(COMPUTE, f"layer {layer}", computing_s, ended_s, experts=experts)
             pager.timeline.span("layers", f"layer {layer}", began_s, ended_s, tokens=tokens)

@@ -26,7 +26,7 @@ class Span(NamedTuple):
     details: dict[str, Any]
 
 
-class Shares(NamedTuple):
+class Occupancy(NamedTuple):
     """Of a time: the shares in which something was copied, in which experts were computed, in which both and neither was done;
     the seconds, and the bytes of the copies that ended within it."""
 
@@ -53,7 +53,7 @@ class Timeline:
         else:
             self.dropped += 1
 
-    def shares(self, began_s: float, ended_s: float) -> Shares:
+    def shares(self, began_s: float, ended_s: float) -> Occupancy:
         """Of the time from `began_s` to `ended_s`."""
         within = [span for span in list(self.spans) if span.began_s < ended_s and span.ended_s > began_s]
         copies = [span for span in within if span.name in COPIES]
@@ -63,7 +63,7 @@ class Timeline:
         copied = sum(span.details["bytes"] for span in copies if span.ended_s <= ended_s)
         scale = 1 / seconds if seconds else 0.0
         both, neither = copying + computing - either, seconds - either
-        return Shares(copying * scale, computing * scale, both * scale, neither * scale, seconds, copied)
+        return Occupancy(copying * scale, computing * scale, both * scale, neither * scale, seconds, copied)
 
     def write(self, path: str | Path) -> None:
         """Write all spans as one JSON object; tracks in the order of their first span."""

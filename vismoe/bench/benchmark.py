@@ -139,7 +139,7 @@ def run(order: BenchOptions, progress: Callable[[int, bool], AbstractContextMana
 
 
 def _phases_of(trace: str | None) -> dict[str, Any] | None:
-    """What a timeline says of the phases of its request: `vismoe.timeline.Shares` by name; None: none was written."""
+    """What a timeline says of the phases of its request: `vismoe.timeline.Occupancy` by name; None: none was written."""
     try:
         return None if trace is None else json.loads(Path(trace).read_text())["otherData"]["phases"]
     except FileNotFoundError:

@@ -13,6 +13,7 @@ again, and calls end before it from then on.
 
 import copy
 import itertools
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,13 +118,14 @@ class LayerWatch:
         self._natives = list({layer.native.shape: layer.native for layer in layers}.values())
         self._norms = [layer.behind for layer in layers]
         silent = [module for layer in layers for module in layer.silent]
-        self._forwards = [(module, module.__dict__.get("forward")) for module in (*silent, *self._norms)]
+        heard = [*silent, *self._norms]
+        self._forwards = _Things([module.__dict__ for module in heard], ["forward"] * len(heard))
         self._listeners = [hooks for module in silent for hooks in (module._forward_pre_hooks, module._forward_hooks)]
         self._listeners += [layer.behind._forward_hooks for layer in layers]
         places = [place for layer in layers for place in layer.places]
-        self._places = [(held, name, held.get(name)) for held, name in places]
-        self._tensors = [thing for _, _, thing in self._places if isinstance(thing, torch.Tensor)]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._parts = _Things([held for held, _ in places], [name for _, name in places])
+        self._tensors = [thing for thing in self._parts.there if isinstance(thing, torch.Tensor)]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
         # By the identity of angles: these, their cache (weak), whether all fits.
         self._seen: dict[int, tuple[Any, Any, bool]] = {}
         at = [(decoder, layer.index) for decoder, layer in zip(decoders, layers, strict=True)]
@@ -180,9 +182,9 @@ class LayerWatch:
             and not any(map(_listens, filter(None, (*self._listeners, *EVERYWHERE))))
             and all(type(hook) is Capture for norm in self._norms for hook in norm._forward_pre_hooks.values())
             and all(_as_compared(attention, scale) for attention, scale in self._attentions)
-            and all(_same_forward(module, forward) for module, forward in self._forwards)
-            and all(held.get(name) is thing for held, name, thing in self._places)
-            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and (self._forwards.stay() or all(map(_same_forward, self._forwards.now(), self._forwards.there)))
+            and self._parts.stay()
+            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
         )
 
 
@@ -208,9 +210,22 @@ def _listens(hooks: Mapping[Any, Any]) -> bool:
     )
 
 
-def _same_forward(module: nn.Module, forward: Any) -> bool:
-    """Whether it computes as when it was compared, or by row in shared passes."""
-    now = module.__dict__.get("forward")
+class _Things:
+    """What dictionaries hold by these names, `there` at first; looked at once for each token, so without a loop in Python."""
+
+    def __init__(self, held: Sequence[dict[str, Any]], names: Sequence[str]):
+        self._held, self._names = held, names
+        self.there = list(self.now())
+
+    def now(self) -> Iterator[Any]:
+        return map(dict.get, self._held, self._names)
+
+    def stay(self) -> bool:
+        return all(map(operator.is_, self.now(), self.there))
+
+
+def _same_forward(now: Any, forward: Any) -> bool:
+    """Whether a module with this forward computes as when it was compared with that one, or so by row in shared passes."""
     return now is forward or (forward is not None and served_by_row(now) is forward)
 
 

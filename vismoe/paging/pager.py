@@ -134,11 +134,11 @@ class Pager:
         return Lease(self, demand, layer)
 
     def without_demand(self, layers: Sequence[int], compute: Callable[[list[Use]], Sequence[Computed]]) -> Sequence[Computed]:
-        """What `compute(uses)` returns for the first of these layers, each of whose experts are all resident, in one change: no
-        copy is under way, and none can begin meanwhile. `compute` gets one use for each layer that it may compute, and counts
-        the experts' uses.
+        """What `compute(uses)` returns, in one change: no copy is under way, and none can begin meanwhile. `compute` gets a use
+        for each of these layers that it may compute, and counts the uses of their experts; it returns a result for each of them
+        up to the first one of which an expert is missing.
 
-        Fewer results than layers: the next one must `demand`; something is copied, or one of its experts is missing.
+        Fewer results than layers: the next one must `demand`.
         """
         return self.changes.make(self._without_demand, layers, compute)
 

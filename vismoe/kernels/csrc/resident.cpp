@@ -52,7 +52,6 @@ VISMOE_API std::int32_t vismoe_resident(const ResidentLayer* layer, const std::i
   for (std::size_t p = 0; p < pairs; p++) {
     ordered[p] = value_at(factors, static_cast<Dtype>(factors_dtype), static_cast<std::size_t>(places[p]));
   }
-  for (std::size_t i = 0; i < n; i++) layer->demanded[experts[i]]++;
   const std::int32_t failed = vismoe_experts(layer->expert, 1, n, addresses.data(), nullptr, starts.data(), owners.data(),
                                              ordered.data(), hidden, dtype, parts, 0);
   if (failed) return -1 - failed;
@@ -60,6 +59,7 @@ VISMOE_API std::int32_t vismoe_resident(const ResidentLayer* layer, const std::i
   for (std::size_t i = 0; i < n; i++) {
     double& uses = layer->uses[experts[i]];
     uses += weight;
+    layer->demanded[experts[i]]++;
     layer->worth[slabs[i]] = layer->by_tick ? tick : uses;
   }
   return static_cast<std::int32_t>(n);

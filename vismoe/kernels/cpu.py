@@ -6,15 +6,19 @@ only: not on the number of threads, the other experts of a call, or the other to
 after another.
 
 With bfloat16 inputs on AVX-512 BF16, products are of bfloat16 pairs: the kernel rounds the weights of the integer formats to
-bfloat16 after scaling, rounds the activation's result once, and treats denormals as zero. Everywhere else all arithmetic is
-float32.
+bfloat16 after scaling, rounds the activation's result once, and treats denormals as zero.
+
+With bfloat16 or float16 inputs on AVX2, weights that are integers (the integer formats, and all encodings but fp8) are multiplied
+as such: the kernel rounds inputs, and the activation's result, to integers of 16 bits with a scale for each 128 of a row. This is
+exact for bfloat16 numbers down to 2^-7 of the largest of the 128, and off by at most 2^-15 of it elsewhere. Sums of up to 128
+products are integers, and are added in float32. Everywhere else all arithmetic is float32.
 
 Where the processor has AMX, bfloat16 inputs that are added up over all experts, as in prompts (`parts` with `adding`), go through
 its products of matrices. These round the restored weights of every format to bfloat16 and add in another order: the bits differ
 from those of the same token elsewhere, and still depend on that token and the weights only.
 
-Matrices in the encodings of published checkpoints (formats/encodings.py) are computed from their codes, which are exact in either
-type: the kernel sums the products of a group of inputs in float32, and multiplies the sum by the group's scale. For the tokens of
+Matrices in the encodings of published checkpoints (formats/encodings.py) are computed from their codes, which are exact in every
+type: the kernel sums the products of a group of inputs, and multiplies the sum by the group's scale. For the tokens of
 prompts, AVX-512 BF16 restores such weights and rounds them to bfloat16 first, which needs half of the instructions per token.
 
 Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert.

@@ -13,6 +13,7 @@ struct Avx512Bf16 {
   using X = std::uint16_t;
   using Operand = __m512bh;
   using Sum = __m512;
+  using Part = __m512;
   static constexpr int kLanes = 32;
   static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 2;
 

@@ -1,4 +1,5 @@
-// The encodings of published checkpoints (vismoe/formats/encodings.py): where their codes lie, and their scales in float32.
+// The encodings of published checkpoints (vismoe/formats/encodings.py), and the integer formats as words need them: where codes
+// lie, and scales in float32.
 //
 // A row is units of 128 inputs (256 for K-quants and IQ4_XS) and has one scale for every kStep inputs. Kernels sum the products of
 // inputs and codes over a step, and multiply the sum by the scale. Some encodings also have a minimum for every step: a number that all
@@ -23,8 +24,9 @@ constexpr std::size_t unit_inputs(Encoding e) { return e >= kQ4K ? 256 : kUnit; 
 
 constexpr std::size_t unit_bytes(Encoding e) {
   switch (e) {
-    case kFp8: case kW8: return 128;
-    case kW4: case kW4Narrow: case kMxFp4: case kNvFp4: return 64;
+    case kFp8: case kW8: case kInt8: return 128;
+    case kInt2: return 32;
+    case kInt4: case kW4: case kW4Narrow: case kMxFp4: case kNvFp4: return 64;
     case kQ8_0: return 4 * 34;
     case kQ4_0: case kIq4Nl: return 4 * 18;
     case kQ4_1: return 4 * 20;
@@ -41,12 +43,14 @@ constexpr std::size_t unit_bytes(Encoding e) {
 }
 
 constexpr std::size_t step_of(Encoding e) {
+  if (e < kFp8) return e == kInt2 ? 64 : 128;
   return e == kFp8 || e == kW8 || e == kW4 ? 128 : e == kNvFp4 || e == kQ6K || e == kQ2K || e == kQ3K ? 16 : 32;
 }
 
 inline bool has_minima(const Matrix& m) {
   const std::int32_t e = m.encoding;
-  return e == kQ4_1 || e == kQ5_1 || e == kQ4K || e == kQ5K || e == kQ2K || ((e == kW4 || e == kW4Narrow) && m.offset >= 0);
+  if (e == kW4 || e == kW4Narrow) return m.offset >= 0;
+  return e <= kInt2 || e == kQ4_1 || e == kQ5_1 || e == kQ4K || e == kQ5K || e == kQ2K;
 }
 
 // ------------------------------------------------------------------ scales
@@ -81,6 +85,23 @@ inline void spread_scales(const Matrix& m, const std::uint8_t* scale, std::size_
   } else {
     for (std::size_t s = 0; s < steps; s++) to[s] = value_at(scale, dtype, s);
   }
+}
+
+// to[i] = the float16 at p + i * apart.
+inline void spread_fp16(const std::uint8_t* p, std::size_t apart, std::size_t count, float* to) {
+  std::size_t i = 0;
+#if defined(__AVX2__)
+  const auto at = [&](std::size_t k) {
+    short bits;
+    std::memcpy(&bits, p + (i + k) * apart, 2);
+    return bits;
+  };
+  for (; i + 8 <= count; i += 8) {  // conversions of one number take as long as those of eight
+    const __m128i bits = _mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(bits));
+  }
+#endif
+  for (; i < count; i++) to[i] = fp16_at(p + i * apart);
 }
 
 // to[i] = factor * from[i], of eight bytes of type B; compilers do this in halves of vectors at most.
@@ -162,7 +183,10 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
   const std::uint8_t* codes = record + m.codes + row * static_cast<std::size_t>(m.row_bytes);
   const std::uint8_t* scale = record + m.scale + row * m.scale_bytes();
   const std::uint8_t* offset = record + m.offset + row * m.offset_bytes();
-  if constexpr (E == kFp8 || E == kW8 || E == kW4 || E == kW4Narrow) {
+  if constexpr (E <= kInt2) {
+    spread_scales(m, scale, kStep, steps, scales);
+    spread_scales(m, offset, kStep, steps, minima);
+  } else if constexpr (E == kFp8 || E == kW8 || E == kW4 || E == kW4Narrow) {
     spread_scales(m, scale, kStep, steps, scales);
     if (has_minima(m)) {  // codes are q - 8, weights are (q - zero) scale
       const std::size_t each = static_cast<std::size_t>(m.group_inputs) / kStep;
@@ -195,11 +219,8 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
   } else if constexpr (E == kIq4Xs) {
     for (std::size_t s = 0; s < steps; s += 8, codes += unit_bytes(E)) iq4_scales(codes, scales + s);
   } else {  // blocks of 32 that begin with float16: the scale, and the minimum if there is one
-    for (std::size_t s = 0; s < steps; s++) {
-      const std::uint8_t* block = codes + s * (unit_bytes(E) / 4);
-      scales[s] = fp16_at(block);
-      if constexpr (E == kQ4_1 || E == kQ5_1) minima[s] = fp16_at(block + 2);
-    }
+    spread_fp16(codes, unit_bytes(E) / 4, steps, scales);
+    if constexpr (E == kQ4_1 || E == kQ5_1) spread_fp16(codes + 2, unit_bytes(E) / 4, steps, minima);
   }
   for (std::size_t s = steps; s < round_up(steps, 16); s++) scales[s] = minima[s] = 0.0f;
 }
@@ -282,7 +303,9 @@ template <Encoding E>
 inline Codes codes_of(const std::uint8_t* unit, std::size_t c) {
   const std::uint8_t* block = unit + c * (unit_bytes(E) / 4);  // not of K-quants
   const int part = static_cast<int>(c);
-  if constexpr (E == kW8) return shifted(block, 0, 0xff);
+  if constexpr (E == kW8 || E == kInt8) return shifted(block, 0, 0xff);
+  if constexpr (E == kInt4) return less(shifted(unit + c / 2 * 32, part % 2 * 4, 15), 8);
+  if constexpr (E == kInt2) return less(shifted(unit, part * 2, 3), 2);
   if constexpr (E == kQ8_0) return shifted(block + 2, 0, 0xff);
   if constexpr (E == kW4 || E == kW4Narrow) return less(low_and_high(block), 8);
   if constexpr (E == kMxFp4 || E == kNvFp4) return in_table(kE2m1, low_and_high(block));
@@ -303,7 +326,7 @@ inline Codes codes_of(const std::uint8_t* unit, std::size_t c) {
   if constexpr (E == kIq4Xs) return in_table(kIq4Values, low_then_high(unit + 8 + 16 * c));
 }
 
-// One unit for the sets that compute in float32: signed bytes. FP8 (E4M3) becomes float16, divided by 256: normal and denormal
+// One unit for the sets without lookups of 16 bits: signed bytes. FP8 (E4M3) becomes float16, divided by 256: normal and denormal
 // codes need only other exponents, and NaN stays NaN.
 template <Encoding E>
 inline void unpack(const std::uint8_t* unit, std::uint8_t* to) {

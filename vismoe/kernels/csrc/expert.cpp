@@ -107,17 +107,22 @@ State& the_state() {
   return *state;
 }
 
-const Kernels& kernels_for(Isa isa, Dtype x, std::int32_t encoding) {
+// Inputs are packed once for all matrices of a call: `fp16`, whether one is kRawFp16, `codes`, whether one has codes.
+const Kernels& kernels_for(Isa isa, Dtype x, bool fp16 = false, bool codes = false) {
 #if defined(VISMOE_AMX)
-  if (isa == kAmx && x == kBf16 && encoding != kRawFp16) return kernels_amx();
+  if (isa == kAmx && x == kBf16 && !fp16) return kernels_amx();
 #endif
 #if defined(__x86_64__)
-  if (isa >= kAvx512Bf16 && x == kBf16 && encoding != kRawFp16) return kernels_avx512bf16();
+  if (isa >= kAvx512Bf16 && x == kBf16 && !fp16) return kernels_avx512bf16();
   if (isa >= kAvx512) return kernels_avx512();
-  if (isa == kAvx2) return kernels_avx2();
+  if (isa == kAvx2) return x != kFp32 && codes ? kernels_avx2words() : kernels_avx2();
 #endif
-  static_cast<void>(isa), static_cast<void>(x), static_cast<void>(encoding);
+  static_cast<void>(isa), static_cast<void>(x), static_cast<void>(fp16), static_cast<void>(codes);
   return kernels_portable();
+}
+
+const Kernels& kernels_for(Isa isa, Dtype x, const Matrix& m) {
+  return kernels_for(isa, x, m.encoding == kRawFp16, has_codes(m.encoding));
 }
 
 // ------------------------------------------------------------------ jobs
@@ -209,12 +214,15 @@ struct Formats {
     }
     return most;
   }
-  // Inputs are packed once for all formats: if one is fp16, in the type that serves fp16 too.
-  std::int32_t encoding() const {
+  const Kernels& kernels(Isa isa, Dtype x) const {
+    bool fp16 = false, codes = false;
     for (std::size_t f = 0; f < count; f++) {
-      if (experts[f].up.encoding == kRawFp16 || experts[f].down.encoding == kRawFp16) return kRawFp16;
+      for (const Matrix* m : {&experts[f].up, &experts[f].down}) {
+        fp16 = fp16 || m->encoding == kRawFp16;
+        codes = codes || has_codes(m->encoding);
+      }
     }
-    return experts->up.encoding;
+    return kernels_for(isa, x, fp16, codes);
   }
 };
 
@@ -228,8 +236,8 @@ struct Workspace {
     scratch_bytes += unpacked_bytes;
   }
   Workspace(const Kernels& kernels, std::size_t inputs, std::size_t intermediate)
-      : x_bytes(stride_of(inputs) * kernels.x_bytes),
-        h_bytes(stride_of(intermediate) * kernels.x_bytes),
+      : x_bytes(kernels.row_bytes(inputs)),
+        h_bytes(kernels.row_bytes(intermediate)),
         most_inputs(std::max(inputs, intermediate)) {
     scratch_bytes = round_up(kernels.prompts ? kernels.prompts->scratch_bytes(most_inputs) : Scratch::bytes(most_inputs), 4096);
   }
@@ -329,7 +337,8 @@ class ExpertsJob : public PackedJob {
     if (prompts_ == nullptr) cut_packing(0, index(records.starts[records.count]));
     for (std::size_t e = records.used(0); e < records.count; e = records.used(e + 1)) {
       const Expert& expert = records.expert(e);
-      up_left_[e] = cut(kUp, expert.intermediate(), expert.up.read_bytes() * (expert.gate == kNoGate ? 1 : 2), e);
+      up_left_[e] = cut(kUp, expert.intermediate(), expert.up.read_bytes() * (expert.gate == kNoGate ? 1 : 2), e) +
+                    (kernels.settle != nullptr);
     }
     if (adding) {
       const std::size_t down_bytes = records.sum([](const Expert& x) { return x.down.read_bytes(); });
@@ -398,6 +407,8 @@ class ExpertsJob : public PackedJob {
     } else {
       kernels_.up(expert, record, task.begin, task.end, inputs, h, scratch(thread), next);
     }
+    if (up_left_[e].fetch_sub(1, std::memory_order_acq_rel) != 2 || kernels_.settle == nullptr) return;
+    kernels_.settle(h, expert.intermediate(), records_.pairs(e));
     up_left_[e].fetch_sub(1, std::memory_order_release);
   }
 
@@ -553,7 +564,7 @@ std::int32_t compute_rows(void (*Kernels::*compute)(const T&, std::size_t, std::
                           std::size_t bytes) try {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  RowsJob<T>(s, kernels_for(s.isa, kFp32, kRawBf16).*compute, of, rows, bytes).run_all(s);
+  RowsJob<T>(s, kernels_for(s.isa, kFp32).*compute, of, rows, bytes).run_all(s);
   return 0;
 } catch (const std::exception&) {
   return 1;
@@ -663,7 +674,7 @@ VISMOE_API void vismoe_start(std::size_t threads, std::int32_t isa) {
 VISMOE_API std::size_t vismoe_workspace_bytes(const Expert* experts, std::size_t formats, std::size_t pairs, std::int32_t dtype,
                                               std::size_t threads, std::int32_t isa) {
   const Formats all{experts, formats};
-  const Kernels& kernels = kernels_for(static_cast<Isa>(isa), static_cast<Dtype>(dtype), all.encoding());
+  const Kernels& kernels = all.kernels(static_cast<Isa>(isa), static_cast<Dtype>(dtype));
   return Workspace(kernels, all).bytes(pairs, threads);
 }
 
@@ -687,7 +698,7 @@ VISMOE_API std::int32_t vismoe_experts(const Expert* experts, std::size_t format
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const Records records{{experts, formats}, n, addresses, precisions, starts};
-  const Kernels& kernels = kernels_for(s.isa, static_cast<Dtype>(dtype), records.formats.encoding());
+  const Kernels& kernels = records.formats.kernels(s.isa, static_cast<Dtype>(dtype));
   const Input input{hidden, static_cast<Dtype>(dtype), experts->hidden(), tokens};
   ExpertsJob job(s, kernels, records, input, adding ? tokens : nullptr, factors, out, adding != 0);
   job.run_all(s);
@@ -702,7 +713,7 @@ VISMOE_API std::int32_t vismoe_linears(const Product* products, std::size_t coun
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const auto kernels_of = [&](std::size_t p) -> const Kernels& {
-    return kernels_for(s.isa, static_cast<Dtype>(dtype), products[p].matrix->encoding);
+    return kernels_for(s.isa, static_cast<Dtype>(dtype), *products[p].matrix);
   };
   for (std::size_t begin = 0, end = 0; begin < count; begin = end) {
     const Kernels& kernels = kernels_of(begin);
@@ -726,7 +737,7 @@ VISMOE_API std::int32_t vismoe_restore(const Matrix* matrix, const void* weight,
                                        void* out) try {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  const Kernels& kernels = kernels_for(s.isa, kFp32, matrix->encoding);
+  const Kernels& kernels = kernels_for(s.isa, kFp32, *matrix);
   RestoreJob job(s, kernels, *matrix, weight, out, static_cast<Dtype>(via), static_cast<Dtype>(dtype));
   job.run_all(s);
   return 0;
@@ -739,7 +750,7 @@ VISMOE_API std::int32_t vismoe_combine(const float* parts, const std::int32_t* t
                                        void* out, std::int32_t dtype, std::size_t count) try {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  CombineJob job(s, kernels_for(s.isa, kFp32, kRawBf16), parts, tokens, pairs, columns, out, static_cast<Dtype>(dtype), count);
+  CombineJob job(s, kernels_for(s.isa, kFp32), parts, tokens, pairs, columns, out, static_cast<Dtype>(dtype), count);
   job.run_all(s);
   return 0;
 } catch (const std::exception&) {
@@ -779,7 +790,7 @@ VISMOE_API std::int32_t vismoe_attend(const AttentionRow* rows, std::size_t coun
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const Attention a{groups, heads, columns, value_columns, scale, static_cast<Dtype>(dtype), static_cast<Dtype>(mask_dtype)};
-  AttentionJob(s, kernels_for(s.isa, kFp32, kRawBf16), a, rows, count).run_all(s);
+  AttentionJob(s, kernels_for(s.isa, kFp32), a, rows, count).run_all(s);
   return 0;
 } catch (const std::exception&) {
   return 1;

@@ -3,14 +3,16 @@
 //
 // An instruction set `S` offers
 //   X, kLanes, Operand, Sum        the type of packed inputs, how many of them an Operand holds, and a vector of partial sums
-//   load(const X*), store(X*, Operand), zero(), dot(Sum, Operand, Operand), sum4(Sum[4], float[4])
+//   Part                           of the sums of codes that are scaled; another one than Sum if inputs are words, see there
+//   load(const X*), store(X*, Operand), zero(), dot(Sum or Part, Operand, Operand), sum4(Sum[4], float[4])
 //   kTokens                        tokens whose sums fit in registers beside those of kRows rows, if weights need no decoding
 //   kDecodingTokens                the same if rows are decoded in registers; for more tokens rows are decoded to L1 first
 //   kScaledTokens, kScaledDecodingTokens  the same for encodings whose sums are scaled
 //   Decoder<Encoding>              kInputs and kUnitBytes of a unit, Scaling, scaling(Unit), decode(unit, j, scaling);
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
-//   sums(const float*), scaled_sum(Sum, Sum part, Sum scale), ones(), an Operand
+//   sums(const float*), scaled_sum(Sum, Part, Sum scale), ones(), an Operand
 //   scale<step>(const float*)      the scales of the sums of one Operand's products
+//   times(Sum, Sum)                if its inputs are words
 //   restore<Encoding>(unit, scales, minima, to)   if it restores weights for prompts: to(j, Operand j of the weights of a unit)
 //
 // Every output is one chain of dot products over the inputs in order, whichever rows or tokens share the loop: a result depends
@@ -115,6 +117,18 @@ void activate(const Expert& e, const float* sums, std::size_t count, X* h) {
 // ------------------------------------------------------------------ products
 constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 
+// Whether packed inputs are words: integers of 16 bits with a scale for every unit, a power of two: x = word * kOfWord * scale.
+// Sums are in the scale of the unit that is added: `turns` [unit] takes them there from the one before, and the last of them to 1.
+constexpr float kOfWord = 0x1p-14f;
+template <class S>
+constexpr bool has_words = !std::is_same_v<typename S::Part, typename S::Sum>;
+
+// Whether a packed row has words behind its float32 inputs: the set S::Words computes with these where weights are integers.
+template <class S, class = void>
+constexpr bool offers_words = false;
+template <class S>
+constexpr bool offers_words<S, std::void_t<typename S::Words>> = true;
+
 // One unit of one row.
 struct Unit {
   const std::uint8_t* codes;
@@ -183,10 +197,26 @@ struct Inputs {
   const X* x;
   std::size_t stride;
   const float* sums;
-  std::size_t room;
+  std::size_t room, turns_at;  // if inputs are words, from the first of a row: as many as there are
 
-  Inputs from(std::size_t n) const { return {x + n * stride, stride, sums + n * room, room}; }
+  Inputs from(std::size_t n) const { return {x + n * stride, stride, sums + n * room, room, turns_at}; }
+  std::size_t units() const { return turns_at / kUnit; }
+  const float* turns(std::size_t n) const { return reinterpret_cast<const float*>(x + n * stride + turns_at); }
 };
+
+// A packed row of words is in this order: words, turns of the units and a last one, scales of the units.
+template <class S>
+std::size_t row_bytes(std::size_t inputs) {
+  const std::size_t bytes = stride_of(inputs) * sizeof(typename S::X), units = padded(inputs) / kUnit;
+  return offers_words<S> ? round_up(bytes + units * (2 * kUnit + 8) + 4, kAlignment) : bytes;
+}
+
+template <class S>
+inline Inputs<typename S::X> inputs_of(const void* rows, std::size_t bytes, std::size_t inputs, const Scratch& scratch) {
+  using X = typename S::X;
+  const std::size_t before = has_words<S> ? stride_of(inputs) * sizeof(float) / sizeof(X) : 0;
+  return {static_cast<const X*>(rows) + before, bytes / sizeof(X), scratch.x_sums, scratch.steps, padded(inputs)};
+}
 
 template <class D>
 inline Unit unit_at(const Rows<D>& rows, std::size_t r, std::size_t u) {
@@ -237,9 +267,9 @@ inline void scaled_step(const Unit (&units)[R], const typename S::X* x, std::siz
   for (int s = 0; s < static_cast<int>(D::kInputs) / kLanes / kOperands; s++) {
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < R; r++) {
-      typename S::Sum parts[N];
+      typename S::Part parts[N];
 #pragma GCC unroll 8
-      for (std::size_t n = 0; n < N; n++) parts[n] = S::zero();
+      for (std::size_t n = 0; n < N; n++) parts[n] = typename S::Part{};
 #pragma GCC unroll 16
       for (int j = s * kOperands; j < (s + 1) * kOperands; j++) {
         const typename S::Operand weights = D::decode(units[r].codes, j, scaling[r]);
@@ -276,10 +306,22 @@ constexpr bool is_restored = false;
 template <class S, Encoding E>
 constexpr bool is_restored<Restored<S, E>> = true;
 
+// Takes sums to the scale of unit u of the words; u may be their number.
+template <class S, std::size_t R, std::size_t N>
+inline void turn_to(const Inputs<typename S::X>& in, std::size_t u, typename S::Sum (&sums)[N][R]) {
+#pragma GCC unroll 8
+  for (std::size_t n = 0; n < N; n++) {
+    const typename S::Sum factor = S::every(in.turns(n) + u);
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < R; r++) sums[n][r] = S::times(sums[n][r], factor);
+  }
+}
+
 // y[n, r] for R rows and N tokens, from first input to last.
 template <class S, class D, std::size_t R, std::size_t N>
 void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& in, float* y, std::size_t y_stride) {
   const auto step = [&](const Unit(&units)[R], std::size_t u, typename S::Sum(&sums)[N][R]) {
+    if constexpr (has_words<S>) turn_to<S, R, N>(in, u, sums);
     if constexpr (is_restored<D>) {
       const SumScales& s = rows.sums;
       const std::size_t at = first * s.room + u * (D::kInputs / D::kStep);
@@ -312,6 +354,7 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
     for (std::size_t r = 0; r < R; r++) units[r] = rest_of(rows, first + r);
     step(units, rows.units, sums);
   }
+  if constexpr (has_words<S>) turn_to<S, R, N>(in, in.units(), sums);
   if constexpr (D::kStep > 0 && !is_restored<D>) {
     constexpr std::size_t kLanes = sizeof(typename S::Sum) / sizeof(float);
     for (std::size_t s = 0; rows.sums.minima != nullptr && s < rows.sums.steps; s += kLanes) {
@@ -340,6 +383,11 @@ inline void block_of(std::size_t n, const Rows<D>& rows, const Inputs<typename S
   if constexpr (N > 1) block_of<S, D, R, N - 1>(n, rows, in, y, y_stride);
 }
 
+// Whether D's rows were decoded before; for words they are as soon as they are bytes.
+template <class S, class D>
+constexpr bool is_decoded =
+    std::is_base_of_v<std::conditional_t<has_words<S>, CodeDecoder<S, D::kStep, false>, PlainDecoder<S, D::kStep>>, D>;
+
 // y for `count` rows and n tokens, in blocks of at most kMost tokens and nearly equal size. `count` is kRows; rows that are
 // decoded already may be fewer, the last ones of a matrix.
 template <class S, class D, std::size_t kMost>
@@ -351,7 +399,7 @@ inline void blocks(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>
     float* to = y + done * y_stride;
     if (count == kRows) {
       block_of<S, D, kRows, kMost>(tokens, rows, in.from(done), to, y_stride);
-    } else if constexpr (std::is_base_of_v<PlainDecoder<S, D::kStep>, D>) {  // each for itself, which needs little code
+    } else if constexpr (is_decoded<S, D>) {  // each for itself, which needs little code
       for (std::size_t i = 0; i < tokens * count; i++) {
         const std::size_t n = i / count, r = i % count;
         block<S, D, 1, 1>(rows, r, in.from(done + n), to + n * y_stride + r * rows.apart, y_stride);
@@ -452,7 +500,12 @@ void sum_inputs(const Inputs<typename S::X>& in, std::size_t inputs, std::size_t
         four[k] = S::zero();
         const typename S::X* x = in.x + t * in.stride + (s + k) * kStep;
         if (s + k >= steps) continue;
-        if constexpr (kStep < S::kLanes) {
+        if constexpr (has_words<S>) {
+          typename S::Part part{};
+          for (std::size_t i = 0; i < kStep; i += S::kLanes) part = S::dot(part, S::ones(), S::load(x + i));
+          const float* scales = in.turns(t) + in.units() + 1;
+          four[k] = S::times(S::scaled_sum(four[k], part, S::every(&kOfWord)), S::every(scales + (s + k) * kStep / kUnit));
+        } else if constexpr (kStep < S::kLanes) {
           four[k] = S::dot(four[k], S::ones(), S::template load_first<kStep>(x));
         } else {
           for (std::size_t i = 0; i < kStep; i += S::kLanes) four[k] = S::dot(four[k], S::ones(), S::load(x + i));
@@ -470,7 +523,7 @@ template <class S, class D>
 inline void product(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n, const Scratch& scratch,
                     float* y, std::size_t y_stride) {
   using Plain = PlainDecoder<S, D::kStep>;
-  if constexpr (std::is_base_of_v<Plain, D>) {
+  if constexpr (is_decoded<S, D>) {
     blocks<S, D, S::kTokens>(rows, count, in, n, y, y_stride);
   } else if (constexpr std::size_t kMost = D::kStep > 0 ? S::kScaledDecodingTokens : S::kDecodingTokens;
              n <= kMost && count == kRows) {
@@ -508,11 +561,11 @@ inline void product_of_restored(Rows<D>& rows, std::size_t count, const Inputs<t
 
 // y[n, row - begin] for rows begin .. end of a matrix in encoding E and n tokens.
 template <class S, Encoding E, bool kRestored>
-void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
-                 std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
+void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x,
+                 std::size_t x_bytes, std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
   using D = std::conditional_t<kRestored, Restored<S, E>, typename S::template Decoder<E>>;
   const std::size_t inputs = static_cast<std::size_t>(m.inputs);
-  const Inputs<typename S::X> in = {x, stride_of(inputs), scratch.x_sums, scratch.steps};
+  const Inputs<typename S::X> in = inputs_of<S>(x, x_bytes, inputs, scratch);
   const std::size_t ahead = kAheadBytes / static_cast<std::size_t>(m.row_bytes) + 1;
   Rows<D> rows;
   if constexpr (D::kStep > 0) {
@@ -533,6 +586,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
       for (std::size_t r = 0; r < count; r++) {
         float* scales = scratch.scales + r * scratch.steps;
         read_scales<E>(m, record, row + r * apart, scales, scales + kRows * scratch.steps);
+        for (std::size_t s = 0; has_words<S> && s < rows.sums.steps; s++) scales[s] *= kOfWord;
       }
     }
     float* to = y + (row - begin);
@@ -544,6 +598,8 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
       const auto turn = [](const Unit& unit, std::uint8_t* made, auto...) { unpack<E>(unit.codes, made); };
       into_tile(rows, count, scratch.codes, codes, turn);
       product_of_codes<S, Codes>(codes, count, in, n, scratch, to, y_stride);
+    } else if constexpr (has_words<S>) {
+      product_of_codes<S, D>(rows, count, in, n, scratch, to, y_stride);
     } else {
       product<S, D>(rows, count, in, n, scratch, to, y_stride);
     }
@@ -556,6 +612,7 @@ using Multiply = decltype(&multiply_as<S, kRawBf16, false>);
 template <class S, std::size_t E, bool kPrompt>
 constexpr Multiply<S> multiply_for() {
   if constexpr (E == kRawFp16 && sizeof(typename S::X) == 2) return nullptr;  // kernels_for chooses another set
+  else if constexpr (offers_words<S> && has_codes(E)) return multiply_as<typename S::Words, static_cast<Encoding>(E), false>;
   else return multiply_as<S, static_cast<Encoding>(E), kPrompt && is_scaled(static_cast<Encoding>(E))>;
 }
 
@@ -568,10 +625,55 @@ struct MultiplyTable<S, kPrompt, std::index_sequence<E...>> {
 
 // The same for a matrix in any encoding. `kPrompt`: of tokens of a prompt, with restored weights where sums would be scaled.
 template <class S, bool kPrompt>
-inline void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
-                     std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
+inline void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x, std::size_t n,
+                     const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
   using Table = MultiplyTable<S, kPrompt, std::make_index_sequence<kEncodings>>;
-  Table::of[m.encoding](m, record, begin, end, x, n, scratch, next, y, y_stride);
+  const std::size_t x_bytes = row_bytes<S>(static_cast<std::size_t>(m.inputs));
+  Table::of[m.encoding](m, record, begin, end, x, x_bytes, n, scratch, next, y, y_stride);
+}
+
+// The packed row of number `row`.
+template <class S>
+inline const void* row_of(const void* rows, std::size_t row, std::size_t inputs) {
+  return static_cast<const std::uint8_t*>(rows) + row * row_bytes<S>(inputs);
+}
+
+// ------------------------------------------------------------------ words
+// Adds the words to a packed row of float32. The largest of a unit has 15 bits, so inputs in bfloat16 are exact down to 2^-7 of
+// it, and others are off by 2^-15 of it at most. A unit far below an earlier one has a larger scale than it needs, so that sums
+// which are turned to it stay finite. A number that is not finite becomes a scale that is NaN.
+inline void add_words(float* row, std::size_t inputs) {
+  constexpr std::uint32_t kReach = 40, kLeast = 17;  // of exponents, which have 127 added
+  const std::size_t units = padded(inputs) / kUnit;
+  std::int16_t* words = reinterpret_cast<std::int16_t*>(row + stride_of(inputs));
+  float *turns = reinterpret_cast<float*>(words + padded(inputs)), *scales = turns + units + 1;
+  std::uint32_t exponent = kLeast, most = kLeast;
+  for (std::size_t u = 0; u < units; u++) {
+    const float* x = row + u * kUnit;
+    std::uint32_t largest = 0;
+    for (std::size_t i = 0; i < kUnit; i++) {
+      const std::uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    if (largest > 0) exponent = largest >> 23;  // zeros fit in every scale
+    most = exponent > most ? exponent : most;
+    if (exponent + kReach < most) exponent = most - kReach;
+    if (exponent < kLeast) exponent = kLeast;
+    const float times = float_of((268u - exponent) << 23);
+    for (std::size_t i = 0; i < kUnit; i++) {  // 1.5 * 2^23 leaves the nearest integer in the low bits
+      const float scaled = x[i] * times, fitting = scaled < 32767.0f ? scaled : 32767.0f;
+      words[u * kUnit + i] = static_cast<std::int16_t>(bits_of(fitting + 12582912.0f));
+    }
+    scales[u] = float_of(exponent == 255 ? 0x7fc00000u : exponent << 23);
+    turns[u] = scales[u > 0 ? u - 1 : 0] / scales[u];
+  }
+  turns[units] = scales[units - 1];
+}
+
+template <class S>
+void settle(void* h, std::size_t outputs, std::size_t count) {
+  std::uint8_t* row = static_cast<std::uint8_t*>(h);
+  for (std::size_t i = 0; i < count; i++, row += row_bytes<S>(outputs)) add_words(reinterpret_cast<float*>(row), outputs);
 }
 
 // ------------------------------------------------------------------ tasks
@@ -587,6 +689,7 @@ void pack(const void* row, Dtype dtype, std::size_t inputs, void* packed) {
     for (std::size_t i = 0; i < inputs; i++) put(to + i, value_at(row, dtype, i));
   }
   std::memset(to + inputs, 0, (padded(inputs) - inputs) * sizeof(X));
+  if constexpr (offers_words<S>) add_words(to, inputs);
 }
 
 // Adds the bias of outputs begin .. begin + count to a row of sums.
@@ -600,11 +703,11 @@ template <class S, bool kPrompt = false>
 void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
         const Scratch& scratch, const Place& next) {
   using X = typename S::X;
-  const std::size_t outputs = e.intermediate(), stride = stride_of(outputs), count = end - begin;
+  const std::size_t outputs = e.intermediate(), h_bytes = row_bytes<S>(outputs), count = end - begin;
   const std::size_t factor = e.gate == kInterleaved ? 2 : 1, width = e.gate == kNoGate ? count : 2 * count;
   for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
     const std::size_t n = least(kPassTokens, tokens.count - first);
-    const X* x = static_cast<const X*>(tokens.x) + first * stride_of(e.hidden());
+    const void* x = row_of<S>(tokens.x, first, e.hidden());
     if (e.gate == kConcatenated) {
       const Place ups = place_of(e.up, record, outputs + begin, count);
       multiply<S, kPrompt>(e.up, record, begin, end, x, n, scratch, ups, scratch.sums, width);
@@ -614,7 +717,7 @@ void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::siz
     }
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * width;
-      X* to = static_cast<X*>(h) + (first + t) * stride;
+      X* to = reinterpret_cast<X*>(static_cast<std::uint8_t*>(h) + (first + t) * h_bytes);
       add_bias(e.up, record, factor * begin, factor * count, sums);
       if (e.gate == kConcatenated) add_bias(e.up, record, outputs + begin, count, sums + count);
       activate(e, sums, count, to + begin);
@@ -626,11 +729,10 @@ void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::siz
 template <class S, bool kPrompt = false>
 void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
           bool add, const Scratch& scratch, const Place& next) {
-  using X = typename S::X;
   const std::size_t count = end - begin, columns = e.hidden();
   for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
     const std::size_t n = least(kPassTokens, tokens.count - first);
-    const X* x = static_cast<const X*>(tokens.x) + first * stride_of(e.intermediate());
+    const void* x = row_of<S>(tokens.x, first, e.intermediate());
     multiply<S, kPrompt>(e.down, record, begin, end, x, n, scratch, next, scratch.sums, count);
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * count;
@@ -649,11 +751,10 @@ void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::s
 template <class S>
 void linear(const Matrix& m, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens& tokens, void* out,
             Dtype dtype, const Scratch& scratch, const Place& next) {
-  using X = typename S::X;
   const std::size_t count = end - begin, columns = static_cast<std::size_t>(m.rows);
   for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
     const std::size_t n = least(kPassTokens, tokens.count - first);
-    const X* x = static_cast<const X*>(tokens.x) + first * stride_of(static_cast<std::size_t>(m.inputs));
+    const void* x = row_of<S>(tokens.x, first, static_cast<std::size_t>(m.inputs));
     multiply<S, false>(m, weight, begin, end, x, n, scratch, next, scratch.sums, count);
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * count;

@@ -28,6 +28,8 @@ enum Encoding : std::int32_t {
   kQ2K, kQ3K, kIq4Xs,
   kEncodings
 };
+// Whether weights are integers times scales: those of kFp8 are numbers of 8 bits.
+constexpr bool has_codes(std::int32_t e) { return e >= kInt8 && e != kFp8; }
 enum Gate : std::int32_t { kNoGate = 0, kConcatenated = 1, kInterleaved = 2 };
 enum Activation : std::int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kReluSquared = 3, kClampedSwiglu = 4 };
 enum Isa : std::int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
@@ -113,7 +115,7 @@ static inline Place place_of(const Matrix& m, const std::uint8_t* record, std::s
 
 // The tokens of one expert: rows of packed inputs, and where results go.
 struct Tokens {
-  const void* x;  // packed [count, padded inputs] in the type of the kernels
+  const void* x;  // packed rows
   std::size_t count;
   const float* factors;        // [count]
   const std::int32_t* places;  // [count] rows of out; null: first, first + 1, ...
@@ -198,12 +200,14 @@ struct PromptKernels {
 // Functions of one instruction set for inputs of one type. Outputs begin .. end of a matrix are one task; all tasks can run at
 // once. `next` is what this thread reads afterwards: memory is prefetched across tasks.
 struct Kernels {
-  std::size_t x_bytes;  // of one packed input
+  std::size_t (*row_bytes)(std::size_t inputs);  // of a packed row
   // Turns a row of `inputs` values into a packed row, padded with zeros.
   void (*pack)(const void* row, Dtype dtype, std::size_t inputs, void* packed);
-  // h[token, begin .. end) = activation(up x), packed; the last task also writes the zeros after it.
+  // h[token, begin .. end) = activation(up x), packed but for what `settle` does; the last task also writes the zeros after it.
   void (*up)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h,
              const Scratch&, const Place& next);
+  // What is left to do for `count` rows of h when all their outputs are there; null: nothing.
+  void (*settle)(void* h, std::size_t outputs, std::size_t count);
   // out[place, begin .. end) = factor * (down h + bias), or += with `add`.
   void (*down)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, float* out, bool add,
                const Scratch&, const Place& next);
@@ -227,6 +231,7 @@ struct Kernels {
 
 const Kernels& kernels_portable();
 const Kernels& kernels_avx2();
+const Kernels& kernels_avx2words();   // inputs of 16 bits; multiplies integers where weights are such
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512bf16();  // bfloat16 inputs; kernels_avx512 serves float32 inputs and fp16 weights
 const Kernels& kernels_amx();         // the same, with products of matrices

@@ -11,6 +11,7 @@ struct Avx2 {
   using X = float;
   using Operand = __m256;
   using Sum = __m256;
+  using Part = __m256;
   static constexpr int kLanes = 8;
   static constexpr std::size_t kTokens = 3, kDecodingTokens = 1, kScaledTokens = 3, kScaledDecodingTokens = 1, kAttended = 4;
 
@@ -55,7 +56,53 @@ struct Avx2 {
   using Decoder = FloatDecoderOf<Avx2, E>;
 };
 
+// Integers of 16 bits: twice as many products at a time, and codes need no conversion to float32.
+struct Avx2Words {
+  using X = std::int16_t;
+  using Operand = __m256i;
+  using Sum = __m256;
+  using Part = __m256i;
+  static constexpr int kLanes = 16;
+  static constexpr std::size_t kTokens = 3;
+
+  static __m256 zero() { return _mm256_setzero_ps(); }
+  static __m256 every(const float* p) { return Avx2::every(p); }
+  static __m256 sums(const float* p) { return Avx2::sums(p); }
+  static __m256i ones() { return _mm256_set1_epi16(1); }
+  static const __m256i_u& load(const X* x) { return *reinterpret_cast<const __m256i_u*>(x); }
+  // At most 128 products of a code and a word: 16 in each sum, of 23 bits. Assembly, because else compilers copy the inputs to the
+  // stack, where all rows share them, and add in a tree that needs more registers than there are.
+  static __m256i dot(__m256i part, __m256i weights, const __m256i_u& inputs) {
+    __m256i products;
+    asm("vpmaddwd %2, %1, %0" : "=x"(products) : "x"(weights), "m"(inputs));
+    part = _mm256_add_epi32(part, products);
+    asm("" : "+x"(part));
+    return part;
+  }
+  static __m256 scaled_sum(__m256 sum, __m256i part, __m256 scale) { return Avx2::dot(sum, _mm256_cvtepi32_ps(part), scale); }
+  static __m256 scaled_sum(__m256 sum, __m256 part, __m256 scale) { return Avx2::dot(sum, part, scale); }
+  static __m256 times(__m256 sum, __m256 factor) { return _mm256_mul_ps(sum, factor); }
+  template <int kStep>
+  static __m256 scale(const float* p) { return every(p); }
+  static void sum4(const __m256 (&s)[4], float (&totals)[4]) { Avx2::sum4(s, totals); }
+  static __m256i signed_bytes(const std::uint8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+
+  template <Encoding E>
+  using Decoder = std::conditional_t<E == kInt8 || E == kW8, CodeDecoder<Avx2Words, step_of(E), false>, Packed<E>>;
+};
+
+struct Avx2WithWords : Avx2 {
+  using Words = Avx2Words;
+
+  template <Encoding E>
+  using Decoder = FloatDecoderOf<Avx2, E>;
+};
+
 }  // namespace
+
+const Kernels& kernels_avx2words() { return kernels_of<Avx2WithWords>(); }
 
 const Kernels& kernels_avx2() { return kernels_of<Avx2>(); }
 

@@ -10,6 +10,7 @@ struct Avx512 {
   using X = float;
   using Operand = __m512;
   using Sum = __m512;
+  using Part = __m512;
   static constexpr int kLanes = 16;
   static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 4, kAttended = 8;
 

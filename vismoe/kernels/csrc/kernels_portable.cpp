@@ -13,6 +13,7 @@ struct Portable {
     float lanes[kLanes];
   };
   using Sum = Operand;
+  using Part = Operand;
 
   template <class F>
   static Operand each(F value) {

@@ -12,11 +12,12 @@ template <class S>
 const Kernels& kernels_of() {
   decltype(Kernels::restore) restored = nullptr;
   decltype(Kernels::attend) attended = nullptr;
-  if constexpr (sizeof(typename S::X) == 4) {
+  if constexpr (sizeof(typename S::X) == 4 && !offers_words<S>) {
     restored = restore<S>;
     attended = attend<S>;
   }
-  static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, restored,
+  const auto settled = offers_words<S> ? settle<S> : nullptr;
+  static const Kernels kernels = {row_bytes<S>, pack<S>, up<S>, settled, down<S>, linear<S>, restored,
                                   combine, norm, rotate, choose, attended, merge, nullptr};
   return kernels;
 }

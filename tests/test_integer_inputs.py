@@ -1,4 +1,4 @@
-"""Inputs that AVX2 rounds to integers of 16 bits: outliers, sizes far apart, and numbers that fit in no scale; on every set."""
+"""Inputs in bfloat16 that AVX2 rounds to integers of 16 bits: outliers, sizes far apart, and numbers that fit in no scale; on every set."""
 
 import pytest
 import reference
@@ -45,32 +45,28 @@ def linear_of(rows: int, inputs: int) -> tuple[dict[str, torch.Tensor], torch.Te
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(6), deadline=None)
 @given(
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     within=st.sampled_from([1.0, 30.0, 1000.0]),
     across=st.sampled_from([1.0, 1000.0]),
     form=st.sampled_from(sorted(FORMS)),
     seed=st.integers(0, 2**31),
 )
-def test_inputs_of_16_bits_keep_the_error_contract(kind, dtype, within, across, form, seed):
-    """As near to float64 as torch is, with outliers among numbers that share a scale and beside them. With float16 inputs, which
-    have 11 bits to keep beside an outlier, about as near."""
+def test_rounded_inputs_keep_the_error_contract(kind, within, across, form, seed):
+    """As near to float64 as torch is, with outliers among numbers that share a scale and beside them."""
     torch.manual_seed(seed)
     experts, weights = experts_of(kind, 512, 256, form)
     batch = Batch.of([32], 512)
     hidden = batch.hidden.float() / max(1.0, within * across / 100)
     hidden[:, torch.randint(128, (3,))] *= within
     hidden[:, 256:384] *= across
-    batch = Batch(hidden.to(dtype), batch.starts, batch.tokens, batch.factors)
+    batch = Batch(hidden.bfloat16(), batch.starts, batch.tokens, batch.factors)
     oracle = batch.oracle(experts)
-    rounded = [{name: weight.to(dtype) for name, weight in each.items()} for each in weights]
+    rounded = [{name: weight.bfloat16() for name, weight in each.items()} for each in weights]
     tokens, ones = torch.from_numpy(batch.tokens).long(), torch.ones(32)
-    eager = reference.parts(experts.form, rounded, [0, 32], tokens, ones, batch.hidden, dtype).double()
+    eager = reference.parts(experts.form, rounded, [0, 32], tokens, ones, batch.hidden, torch.bfloat16).double()
     eager *= torch.from_numpy(batch.factors)[:, None]
     for isa in cpu.available():
-        if dtype == torch.bfloat16 or isa in ("portable", "avx2"):
-            cpu.start(2, isa)
-            most = 1.05 if dtype == torch.bfloat16 else 1.5
-            assert not rms(error := batch.parts(experts) - oracle) > most * rms(eager - oracle), (isa, rms(error))
+        cpu.start(2, isa)
+        assert rms(error := batch.parts(experts) - oracle) <= 1.05 * rms(eager - oracle), (isa, rms(error))
     cpu.start()
 
 

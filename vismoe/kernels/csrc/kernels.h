@@ -231,7 +231,7 @@ struct Kernels {
 
 const Kernels& kernels_portable();
 const Kernels& kernels_avx2();
-const Kernels& kernels_avx2words();   // inputs of 16 bits; multiplies integers where weights are such
+const Kernels& kernels_avx2words();   // bfloat16 inputs; multiplies integers where weights are such
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512bf16();  // bfloat16 inputs; kernels_avx512 serves float32 inputs and fp16 weights
 const Kernels& kernels_amx();         // the same, with products of matrices

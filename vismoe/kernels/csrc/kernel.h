@@ -115,6 +115,10 @@ void activate(const Expert& e, const float* sums, std::size_t count, X* h) {
 }
 
 // ------------------------------------------------------------------ products
+// Bytes of a unit up to which the next rows are prefetched while the codes of these are multiplied, and else while they are unpacked:
+// unpacking few bytes leaves memory idle for the longer part.
+constexpr std::size_t kNarrowBytes = 80;
+
 constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 
 // Whether packed inputs are words: integers of 16 bits with a scale for every unit, a power of two: x = word * kOfWord * scale.
@@ -186,6 +190,7 @@ struct Rows {
   bool tail;                                 // the rows have a rest
   const std::uint8_t* ahead;                 // a later row, to prefetch while the first of these is computed; null: none
   std::size_t ahead_bytes;                   // from there to the one that belongs to the second
+  std::size_t ahead_unit = 0;                // of a row that was unpacked: bytes of a unit there, at most 128
   alignas(kAlignment) std::uint8_t rest[kRows][D::kUnitBytes];
   std::uint16_t rest_scale[kRows][kGroups], rest_offset[kRows][kGroups];
   SumScales sums;  // if D::kStep > 0
@@ -346,7 +351,15 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
     for (std::size_t r = 0; r < R; r++) units[r] = unit_at(rows, first + r, u);
     if (rows.ahead) {
 #pragma GCC unroll 4
-      for (std::size_t r = 0; r < R; r++) prefetch<D::kUnitBytes>(rows.ahead + r * rows.ahead_bytes + u * D::kUnitBytes);
+      for (std::size_t r = 0; r < R; r++) {
+        const std::uint8_t* from = rows.ahead + r * rows.ahead_bytes;
+        if (rows.ahead_unit == 0) {
+          prefetch<D::kUnitBytes>(from + u * D::kUnitBytes);
+        } else {
+          __builtin_prefetch(from + u * rows.ahead_unit);
+          __builtin_prefetch(from + (u + 1) * rows.ahead_unit - 1);
+        }
+      }
     }
     step(units, u, sums);
   }
@@ -596,7 +609,13 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
       using Codes = CodeDecoder<S, D::kStep, E == kFp8>;
       Rows<Codes> codes;
       const auto turn = [](const Unit& unit, std::uint8_t* made, auto...) { unpack<E>(unit.codes, made); };
+      constexpr std::size_t kCodeBytes = unit_bytes(E) / (unit_inputs(E) / kUnit);
+      const std::uint8_t* later_rows = rows.ahead;
+      if (kCodeBytes <= kNarrowBytes) rows.ahead = nullptr;
       into_tile(rows, count, scratch.codes, codes, turn);
+      if (kCodeBytes <= kNarrowBytes) codes.ahead = later_rows;
+      codes.ahead_bytes = rows.ahead_bytes;
+      codes.ahead_unit = kCodeBytes;
       product_of_codes<S, Codes>(codes, count, in, n, scratch, to, y_stride);
     } else if constexpr (has_words<S>) {
       product_of_codes<S, D>(rows, count, in, n, scratch, to, y_stride);

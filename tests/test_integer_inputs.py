@@ -1,4 +1,4 @@
-"""Inputs in bfloat16 that AVX2 rounds to integers of 16 bits: outliers, sizes far apart, and numbers that fit in no scale; on every set."""
+"""Inputs that AVX2 rounds to integers of 16 bits: outliers, sizes far apart, and numbers that fit in no scale; on every set."""
 
 import pytest
 import reference

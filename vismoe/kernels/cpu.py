@@ -8,8 +8,9 @@ after another.
 With bfloat16 inputs on AVX-512 BF16, products are of bfloat16 pairs: the kernel rounds the weights of the integer formats to
 bfloat16 after scaling, rounds the activation's result once, and treats denormals as zero.
 
-With bfloat16 inputs on AVX2, weights that are integers (the integer formats, and all encodings but fp8) are multiplied as such: the kernel rounds inputs, and the activation's result, to integers of 16 bits with a scale for each 128 of a row. This is
-exact for bfloat16 numbers down to 2^-7 of the largest of the 128, and off by at most 2^-15 of it elsewhere. Sums of up to 128
+With bfloat16 inputs on AVX2, weights that are integers (the integer formats, and all encodings but fp8) are multiplied as such:
+the kernel rounds inputs, and the activation's result, to integers of 16 bits with a scale for each 128 of a row. This is exact
+for bfloat16 numbers down to 2^-7 of the largest of the 128, and off by at most 2^-15 of it elsewhere. Sums of up to 128
 products are integers, and are added in float32. Everywhere else all arithmetic is float32.
 
 Where the processor has AMX, bfloat16 inputs that are added up over all experts, as in prompts (`parts` with `adding`), go through

@@ -9,6 +9,7 @@ import sys
 import types
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import numpy
 import pytest
@@ -32,6 +33,7 @@ from vismoe.kernels import rows as row_kernels
 from vismoe.machine.facts import facts
 from vismoe.machine.profile import Profile
 from vismoe.machine.rates import DramRates
+from vismoe.timeline import Timeline
 
 REPORT = {
     "command", "commit", "versions", "hardware", "model", "stores", "conditions", "labels", "ceilings", "control", "contestants",
@@ -105,6 +107,16 @@ def test_a_benchmark_of_three_contestants_ends_with_one_json_line(tiny, capsys, 
     assert {"phase", "compute"} <= tracks
     assert report["timeline"].keys() == {"prefill", "decode"} and 0 < report["timeline"]["decode"]["computing"] < 1
     assert sum(line.startswith("timeline, ") for line in table) == 2
+
+
+def test_only_a_whole_timeline_of_this_benchmark_is_reported(tmp_path):
+    file = tmp_path / "timeline.json"
+    assert benchmark._phases_of(file, 0.0) is None
+    Timeline().write(file)
+    assert benchmark._phases_of(file, file.stat().st_mtime) == {}
+    assert benchmark._phases_of(file, file.stat().st_mtime + 1) is None
+    file.write_text(file.read_text()[:-9])
+    assert benchmark._phases_of(file, 0.0) is None and benchmark._phases_of(Path("/dev/null"), 0.0) is None
 
 
 def test_timed_parts_are_given_back():

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -101,10 +102,9 @@ def run(order: BenchOptions, progress: Callable[[int, bool], AbstractContextMana
     unfit = {entry.name: reason for entry in task.entries if (reason := does_not_fit(entry, task.conditions))}
     jobs = {one.name: _job_of(one, task.job, order, subject) for one in contestants if one.name not in unfit}
     jobs[contestants[0].name] = replace(jobs[contestants[0].name], trace=order.trace)
-    if order.trace:
-        Path(order.trace).unlink(missing_ok=True)  # an earlier one says nothing of this benchmark
     ceilings = ceilings_of(subject.files[0].parent, task.job.device, Settings.of(**task.job.settings), progress=not order.quiet)
     control = _control(subject) if order.control else None
+    began_s = time.time()
     with progress(order.repeats * len(jobs), order.quiet) as begin:
         outcome = run_all(jobs, order.repeats, groups, begin)
     prompt_tokens = len(task.job.token_ids) + picture_tokens(subject.config, order.picture)
@@ -131,18 +131,19 @@ def run(order: BenchOptions, progress: Callable[[int, bool], AbstractContextMana
         ],
         "ceilings": ceilings_json(ceilings, work),
         "control": control,
-        "timeline": _phases_of(order.trace),
+        "timeline": None if order.trace is None else _phases_of(Path(order.trace), began_s),
         "contestants": figures,
         "runs": [{name: value for name, value in run.items() if name not in ("notes", "logits")} for run in outcome.runs],
         "interrupted": outcome.interrupted,
     }
 
 
-def _phases_of(trace: str | None) -> dict[str, Any] | None:
-    """What a timeline says of the phases of its request: `vismoe.timeline.Occupancy` by name; None: none was written."""
+def _phases_of(trace: Path, began_s: float) -> dict[str, Any] | None:
+    """What a timeline says of the phases of its request: `vismoe.timeline.Occupancy` by name; None: none was written since
+    `began_s`, of time.time, or not all of it."""
     try:
-        return None if trace is None else json.loads(Path(trace).read_text())["otherData"]["phases"]
-    except FileNotFoundError:
+        return json.loads(trace.read_text())["otherData"]["phases"] if trace.stat().st_mtime >= began_s else None
+    except (OSError, ValueError):
         return None
 
 

@@ -217,6 +217,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
             lines.append(f"  no cold ratio: {row['not_cold']}")
     rate = report["ceilings"]["disk_bytes_per_s"]
     for phase, part in (report["timeline"] or {}).items():
+        if not part["seconds"]:  # one new token
+            continue
         copied = part["copied_bytes"] / part["seconds"]
         lines.append(
             f"timeline, {phase}: experts were copied for {part['copying']:.0%} of {part['seconds']:.2f} s and computed for "

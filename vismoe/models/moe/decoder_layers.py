@@ -163,7 +163,7 @@ class Ahead(NamedTuple):
     out `[n, 1, H]`, None: only the first half."""
 
     angles: Any
-    places: Any
+    places: list[tuple[int, int, int]]  # as of `_where`
     out: torch.Tensor | None
 
 

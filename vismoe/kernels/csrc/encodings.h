@@ -261,6 +261,10 @@ inline Codes less(Codes codes, int centre) { return _mm256_sub_epi8(codes, _mm25
 inline Codes in_table(const std::int8_t (&table)[16], Codes codes) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), codes);
 }
+inline Codes even_first(Codes codes) {
+  const __m128i even_of = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+  return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(codes, _mm256_broadcastsi128_si256(even_of)), 0b11011000);
+}
 inline void keep(Codes codes, std::uint8_t* to) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), codes); }
 #else
 struct Codes {
@@ -295,6 +299,9 @@ inline Codes less(Codes codes, int centre) {
 inline Codes in_table(const std::int8_t (&table)[16], Codes codes) {
   return each([&](int i) { return table[codes.of[i]]; });
 }
+inline Codes even_first(Codes codes) {
+  return each([&](int i) { return codes.of[i % 16 * 2 + i / 16]; });
+}
 inline void keep(Codes codes, std::uint8_t* to) { std::memcpy(to, codes.of, sizeof codes.of); }
 #endif
 
@@ -326,9 +333,12 @@ inline Codes codes_of(const std::uint8_t* unit, std::size_t c) {
   if constexpr (E == kIq4Xs) return in_table(kIq4Values, low_then_high(unit + 8 + 16 * c));
 }
 
-// One unit for the sets without lookups of 16 bits: signed bytes. FP8 (E4M3) becomes float16, divided by 256: normal and denormal
+// Whether these bytes can be below zero.
+constexpr bool is_signed(Encoding e) { return e != kQ4_1 && e != kQ5_1 && e != kQ4K && e != kQ5K && e != kQ2K; }
+
+// One unit for the sets without lookups of 16 bits: signed bytes, with `kEvenFirst` the even ones of 32 before the odd ones. FP8 (E4M3) becomes float16, divided by 256: normal and denormal
 // codes need only other exponents, and NaN stays NaN.
-template <Encoding E>
+template <Encoding E, bool kEvenFirst = false>
 inline void unpack(const std::uint8_t* unit, std::uint8_t* to) {
   if constexpr (E == kFp8) {
     std::uint16_t* halves = reinterpret_cast<std::uint16_t*>(to);
@@ -348,7 +358,10 @@ inline void unpack(const std::uint8_t* unit, std::uint8_t* to) {
     }
 #endif
   } else {
-    for (std::size_t c = 0; c < unit_inputs(E) / 32; c++) keep(codes_of<E>(unit, c), to + 32 * c);
+    for (std::size_t c = 0; c < unit_inputs(E) / 32; c++) {
+      const Codes codes = codes_of<E>(unit, c);
+      keep(kEvenFirst ? even_first(codes) : codes, to + 32 * c);
+    }
   }
 }
 

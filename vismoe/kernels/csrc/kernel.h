@@ -123,7 +123,9 @@ constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 
 // Whether packed inputs are words: integers of 16 bits with a scale for every unit, a power of two: x = word * kOfWord * scale.
 // Sums are in the scale of the unit that is added: `turns` [unit] takes them there from the one before, and the last of them to 1.
+// Of every 32 inputs those with even numbers come first, so that codes of 8 bits become words without a shuffle.
 constexpr float kOfWord = 0x1p-14f;
+constexpr std::size_t kWordSpan = 32;
 template <class S>
 constexpr bool has_words = !std::is_same_v<typename S::Part, typename S::Sum>;
 
@@ -162,7 +164,17 @@ struct Packed {
   static constexpr std::size_t kInputs = unit_inputs(E), kUnitBytes = unit_bytes(E), kGroups = 0, kStep = step_of(E);
 };
 
-// The same after `unpack`, for sets that compute in float32: bytes, or FP8 as float16 divided by 256.
+// The same as words, in registers: the even ones of 32 codes, then the odd ones.
+template <class S, Encoding E>
+struct WordDecoder : Packed<E> {
+  struct Scaling {};
+  static Scaling scaling(const Unit&) { return {}; }
+  static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling&) {
+    return S::template words<is_signed(E)>(codes_of<E>(unit, static_cast<std::size_t>(j / 2)), j % 2 == 1);
+  }
+};
+
+// The same after `unpack`, for sets that compute in float32 or with words: bytes, or FP8 as float16 divided by 256.
 template <class S, std::size_t steps, bool kHalf>
 struct CodeDecoder {
   static constexpr std::size_t kInputs = kUnit, kUnitBytes = kUnit * (kHalf ? 2 : 1), kGroups = 0, kStep = steps;
@@ -258,18 +270,33 @@ inline void unit_step(const Unit (&units)[R], const typename S::X* x, std::size_
   }
 }
 
-// The same for codes that are not scaled: a step's products are summed, and the sum is scaled.
+// Takes sums to the scale of unit u of the words; u may be their number.
+template <class S, std::size_t R, std::size_t N>
+inline void turn_to(const Inputs<typename S::X>& in, std::size_t u, typename S::Sum (&sums)[N][R]) {
+#pragma GCC unroll 8
+  for (std::size_t n = 0; n < N; n++) {
+    const typename S::Sum factor = S::every(in.turns(n) + u);
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < R; r++) sums[n][r] = S::times(sums[n][r], factor);
+  }
+}
+
+// The same for codes that are not scaled: a step's products are summed, and the sum is scaled. `first`: the input of the first code.
 template <class S, class D, std::size_t R, std::size_t N>
-inline void scaled_step(const Unit (&units)[R], const typename S::X* x, std::size_t stride, const float* scales, std::size_t room,
-                        typename S::Sum (&sums)[N][R]) {
-  constexpr int kLanes = S::kLanes, kStep = static_cast<int>(D::kStep);
-  constexpr int kOperands = kStep > kLanes ? kStep / kLanes : 1;  // with one scale
-  constexpr int kScales = kStep < kLanes ? kLanes / kStep : 1;    // of one operand
+inline void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
+                        std::size_t room, typename S::Sum (&sums)[N][R]) {
+  constexpr int kLanes = S::kLanes, kStep = static_cast<int>(D::kStep), kSpan = has_words<S> ? static_cast<int>(kWordSpan) : kLanes;
+  constexpr int kOperands = (kStep > kSpan ? kStep : kSpan) / kLanes;  // whose sums are scaled at once
+  constexpr int kScales = kStep < kSpan ? kSpan / kStep : 1;           // of them
   typename D::Scaling scaling[R];
 #pragma GCC unroll 8
   for (std::size_t r = 0; r < R; r++) scaling[r] = D::scaling(units[r]);
 #pragma GCC unroll 16
   for (int s = 0; s < static_cast<int>(D::kInputs) / kLanes / kOperands; s++) {
+    if constexpr (has_words<S>) {
+      const std::size_t at = static_cast<std::size_t>(s * kOperands * kLanes);
+      if (at % kUnit == 0) turn_to<S, R, N>(in, (first + at) / kUnit, sums);
+    }
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < R; r++) {
       typename S::Part parts[N];
@@ -279,7 +306,7 @@ inline void scaled_step(const Unit (&units)[R], const typename S::X* x, std::siz
       for (int j = s * kOperands; j < (s + 1) * kOperands; j++) {
         const typename S::Operand weights = D::decode(units[r].codes, j, scaling[r]);
 #pragma GCC unroll 8
-        for (std::size_t n = 0; n < N; n++) parts[n] = S::dot(parts[n], weights, S::load(x + n * stride + j * kLanes));
+        for (std::size_t n = 0; n < N; n++) parts[n] = S::dot(parts[n], weights, S::load(in.x + n * in.stride + first + j * kLanes));
       }
       const typename S::Sum scale = S::template scale<kStep>(scales + r * room + s * kScales);
 #pragma GCC unroll 8
@@ -311,22 +338,10 @@ constexpr bool is_restored = false;
 template <class S, Encoding E>
 constexpr bool is_restored<Restored<S, E>> = true;
 
-// Takes sums to the scale of unit u of the words; u may be their number.
-template <class S, std::size_t R, std::size_t N>
-inline void turn_to(const Inputs<typename S::X>& in, std::size_t u, typename S::Sum (&sums)[N][R]) {
-#pragma GCC unroll 8
-  for (std::size_t n = 0; n < N; n++) {
-    const typename S::Sum factor = S::every(in.turns(n) + u);
-#pragma GCC unroll 8
-    for (std::size_t r = 0; r < R; r++) sums[n][r] = S::times(sums[n][r], factor);
-  }
-}
-
 // y[n, r] for R rows and N tokens, from first input to last.
 template <class S, class D, std::size_t R, std::size_t N>
 void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& in, float* y, std::size_t y_stride) {
   const auto step = [&](const Unit(&units)[R], std::size_t u, typename S::Sum(&sums)[N][R]) {
-    if constexpr (has_words<S>) turn_to<S, R, N>(in, u, sums);
     if constexpr (is_restored<D>) {
       const SumScales& s = rows.sums;
       const std::size_t at = first * s.room + u * (D::kInputs / D::kStep);
@@ -334,7 +349,7 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
       restored_step<S, D::kEncoding, R, N>(units, in.x + u * D::kInputs, in.stride, s.scales + at, minima, s.room, sums);
     } else if constexpr (D::kStep > 0) {
       const float* scales = rows.sums.scales + first * rows.sums.room + u * (D::kInputs / D::kStep);
-      scaled_step<S, D, R, N>(units, in.x + u * D::kInputs, in.stride, scales, rows.sums.room, sums);
+      scaled_step<S, D, R, N>(units, in, u * D::kInputs, scales, rows.sums.room, sums);
     } else {
       unit_step<S, D, R, N>(units, in.x + u * D::kInputs, in.stride, sums);
     }
@@ -514,10 +529,14 @@ void sum_inputs(const Inputs<typename S::X>& in, std::size_t inputs, std::size_t
         const typename S::X* x = in.x + t * in.stride + (s + k) * kStep;
         if (s + k >= steps) continue;
         if constexpr (has_words<S>) {
+          constexpr std::size_t kSpan = kStep > kWordSpan ? kStep : kWordSpan;
+          static constexpr float kOfStep[] = {kOfWord, 0.0f, kOfWord};  // of a span that holds two steps, one is summed
+          const std::size_t second = (s + k) * kStep % kSpan / kStep;
           typename S::Part part{};
-          for (std::size_t i = 0; i < kStep; i += S::kLanes) part = S::dot(part, S::ones(), S::load(x + i));
+          for (std::size_t i = 0; i < kSpan; i += S::kLanes) part = S::dot(part, S::ones(), S::load(x - second * kStep + i));
           const float* scales = in.turns(t) + in.units() + 1;
-          four[k] = S::times(S::scaled_sum(four[k], part, S::every(&kOfWord)), S::every(scales + (s + k) * kStep / kUnit));
+          four[k] = S::scaled_sum(four[k], part, S::template scale<kStep>(kOfStep + second));
+          four[k] = S::times(four[k], S::every(scales + (s + k) * kStep / kUnit));
         } else if constexpr (kStep < S::kLanes) {
           four[k] = S::dot(four[k], S::ones(), S::template load_first<kStep>(x));
         } else {
@@ -606,9 +625,15 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
     if constexpr (kRestored) {
       product_of_restored<S>(rows, count, in, n, scratch, to, y_stride);
     } else if constexpr (std::is_base_of_v<Packed<E>, D>) {
+      if constexpr (has_words<S>) {
+        if (n == 1 && count == kRows) {
+          blocks<S, D, 1>(rows, count, in, n, to, y_stride);
+          continue;
+        }
+      }
       using Codes = CodeDecoder<S, D::kStep, E == kFp8>;
       Rows<Codes> codes;
-      const auto turn = [](const Unit& unit, std::uint8_t* made, auto...) { unpack<E>(unit.codes, made); };
+      const auto turn = [](const Unit& unit, std::uint8_t* made, auto...) { unpack<E, has_words<S>>(unit.codes, made); };
       constexpr std::size_t kCodeBytes = unit_bytes(E) / (unit_inputs(E) / kUnit);
       const std::uint8_t* later_rows = rows.ahead;
       if (kCodeBytes <= kNarrowBytes) rows.ahead = nullptr;
@@ -617,8 +642,6 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
       codes.ahead_bytes = rows.ahead_bytes;
       codes.ahead_unit = kCodeBytes;
       product_of_codes<S, Codes>(codes, count, in, n, scratch, to, y_stride);
-    } else if constexpr (has_words<S>) {
-      product_of_codes<S, D>(rows, count, in, n, scratch, to, y_stride);
     } else {
       product<S, D>(rows, count, in, n, scratch, to, y_stride);
     }
@@ -679,9 +702,14 @@ inline void add_words(float* row, std::size_t inputs) {
     if (exponent + kReach < most) exponent = most - kReach;
     if (exponent < kLeast) exponent = kLeast;
     const float times = float_of((268u - exponent) << 23);
-    for (std::size_t i = 0; i < kUnit; i++) {  // 1.5 * 2^23 leaves the nearest integer in the low bits
-      const float scaled = x[i] * times, fitting = scaled < 32767.0f ? scaled : 32767.0f;
-      words[u * kUnit + i] = static_cast<std::int16_t>(bits_of(fitting + 12582912.0f));
+    for (std::size_t i = 0; i < kUnit / 2; i++) {
+      const auto word = [&](float value) {  // 1.5 * 2^23 leaves the nearest integer in the low bits
+        const float scaled = value * times, fitting = scaled < 32767.0f ? scaled : 32767.0f;
+        return static_cast<std::int16_t>(bits_of(fitting + 12582912.0f));
+      };
+      std::int16_t* to = words + u * kUnit + i / (kWordSpan / 2) * kWordSpan + i % (kWordSpan / 2);
+      to[0] = word(x[2 * i]);
+      to[kWordSpan / 2] = word(x[2 * i + 1]);
     }
     scales[u] = float_of(exponent == 255 ? 0x7fc00000u : exponent << 23);
     turns[u] = scales[u > 0 ? u - 1 : 0] / scales[u];

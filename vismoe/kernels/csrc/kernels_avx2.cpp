@@ -83,14 +83,22 @@ struct Avx2Words {
   static __m256 scaled_sum(__m256 sum, __m256 part, __m256 scale) { return Avx2::dot(sum, part, scale); }
   static __m256 times(__m256 sum, __m256 factor) { return _mm256_mul_ps(sum, factor); }
   template <int kStep>
-  static __m256 scale(const float* p) { return every(p); }
+  static __m256 scale(const float* p) {  // each half of a sum of 32 products belongs to 16 neighbouring inputs
+    if constexpr (kStep >= static_cast<int>(kWordSpan)) return every(p);
+    return _mm256_insertf128_ps(every(p), _mm_broadcast_ss(p + 1), 1);
+  }
   static void sum4(const __m256 (&s)[4], float (&totals)[4]) { Avx2::sum4(s, totals); }
+  template <bool kSigned>
+  static __m256i words(Codes codes, bool odd) {
+    if constexpr (kSigned) return _mm256_srai_epi16(odd ? codes : _mm256_slli_epi16(codes, 8), 8);
+    return odd ? _mm256_srli_epi16(codes, 8) : _mm256_and_si256(codes, _mm256_set1_epi16(0xff));
+  }
   static __m256i signed_bytes(const std::uint8_t* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
 
   template <Encoding E>
-  using Decoder = std::conditional_t<E == kInt8 || E == kW8, CodeDecoder<Avx2Words, step_of(E), false>, Packed<E>>;
+  using Decoder = WordDecoder<Avx2Words, E>;
 };
 
 struct Avx2WithWords : Avx2 {

@@ -104,19 +104,29 @@ inline void spread_fp16(const std::uint8_t* p, std::size_t apart, std::size_t co
   for (; i < count; i++) to[i] = fp16_at(p + i * apart);
 }
 
-// to[i] = factor * from[i], of eight bytes of type B; compilers do this in halves of vectors at most.
-template <class B>
+// The scales of these are integers times a float16 of the unit, which lies at this byte of it.
+constexpr bool has_whole_scales(Encoding e) { return e >= kQ4K; }
+constexpr std::size_t factor_at(Encoding e) { return e == kQ6K ? 208 : e == kQ2K ? 80 : e == kQ3K ? 108 : 0; }
+
+// to[i] = factor * from[i], of eight bytes of type B; compilers do this in halves of vectors at most. `kWhole`: the bits of the
+// integer from[i].
+template <class B, bool kWhole = false>
 inline void eight_times(const std::uint8_t* from, float factor, float* to) {
 #if defined(__AVX2__)
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
   const __m256i wide = std::is_signed_v<B> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
-  _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(factor)));
+  _mm256_storeu_ps(to, kWhole ? _mm256_castsi256_ps(wide) : _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(factor)));
 #else
-  for (int i = 0; i < 8; i++) to[i] = factor * static_cast<float>(static_cast<B>(from[i]));
+  for (int i = 0; i < 8; i++) {
+    const B value = static_cast<B>(from[i]);
+    to[i] = kWhole ? float_of(static_cast<std::uint32_t>(value)) : factor * static_cast<float>(value);
+  }
 #endif
 }
 
-// The 8 scales and 8 minima of 6 bits of a block of Q4_K or Q5_K.
+// The 8 scales and 8 minima of 6 bits of a block of Q4_K or Q5_K. `kWhole`, of this and the others: the bits of the integers that
+// scales are before the factor of the block.
+template <bool kWhole>
 inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
 #if defined(__AVX2__)  // in registers: memory that was written in words cannot be read in vectors at once
   const __m128i head = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block));
@@ -128,7 +138,8 @@ inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
   const __m128i six = _mm_or_si128(_mm_and_si128(low, low_bits), _mm_and_si128(high, _mm_set1_epi8(0x30)));
   const __m128 factors = _mm_xor_ps(_mm_cvtph_ps(head), _mm_setr_ps(0.0f, -0.0f, 0.0f, 0.0f));
   const __m256 of_scales = _mm256_broadcastss_ps(factors), of_minima = _mm256_broadcastss_ps(_mm_movehdup_ps(factors));
-  _mm256_storeu_ps(scales, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(six)), of_scales));
+  const __m256i wide = _mm256_cvtepu8_epi32(six);
+  _mm256_storeu_ps(scales, kWhole ? _mm256_castsi256_ps(wide) : _mm256_mul_ps(_mm256_cvtepi32_ps(wide), of_scales));
   _mm256_storeu_ps(minima, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(six, 8))), of_minima));
 #else
   std::uint32_t words[3], six[4];
@@ -139,12 +150,13 @@ inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
   six[3] = (words[2] >> 4 & 0x0f0f0f0fu) | (words[1] >> 2 & 0x30303030u);
   std::uint8_t bytes[16];
   std::memcpy(bytes, six, 16);
-  eight_times<std::uint8_t>(bytes, fp16_at(block), scales);
+  eight_times<std::uint8_t, kWhole>(bytes, fp16_at(block), scales);
   eight_times<std::uint8_t>(bytes + 8, -fp16_at(block + 2), minima);
 #endif
 }
 
 // The 16 scales of a block of Q3_K, of 6 bits less 32.
+template <bool kWhole>
 inline void q3_scales(const std::uint8_t* block, float* scales) {
   std::uint32_t words[3], six[4];
   std::memcpy(words, block + 96, 12);
@@ -152,31 +164,33 @@ inline void q3_scales(const std::uint8_t* block, float* scales) {
   std::uint8_t bytes[16];
   std::memcpy(bytes, six, 16);
   for (std::uint8_t& byte : bytes) byte = static_cast<std::uint8_t>(byte - 32);
-  for (int i = 0; i < 16; i += 8) eight_times<std::int8_t>(bytes + i, fp16_at(block + 108), scales + i);
+  for (int i = 0; i < 16; i += 8) eight_times<std::int8_t, kWhole>(bytes + i, fp16_at(block + 108), scales + i);
 }
 
 // The 16 scales and 16 minima of 4 bits of a block of Q2_K.
+template <bool kWhole>
 inline void q2_scales(const std::uint8_t* block, float* scales, float* minima) {
   std::uint8_t low[16], high[16];
   for (int i = 0; i < 16; i++) low[i] = block[i] & 15, high[i] = block[i] >> 4;
   for (int i = 0; i < 16; i += 8) {
-    eight_times<std::uint8_t>(low + i, fp16_at(block + 80), scales + i);
+    eight_times<std::uint8_t, kWhole>(low + i, fp16_at(block + 80), scales + i);
     eight_times<std::uint8_t>(high + i, -fp16_at(block + 82), minima + i);
   }
 }
 
 // The 8 scales of a block of IQ4_XS, of 6 bits less 32.
+template <bool kWhole>
 inline void iq4_scales(const std::uint8_t* block, float* scales) {
   std::uint8_t bytes[8];
   for (int i = 0; i < 8; i++) {
     const int low = block[4 + i / 2] >> i % 2 * 4 & 15, high = block[2 + i / 4] >> i % 4 * 2 & 3;
     bytes[i] = static_cast<std::uint8_t>((low | high << 4) - 32);
   }
-  eight_times<std::int8_t>(bytes, fp16_at(block), scales);
+  eight_times<std::int8_t, kWhole>(bytes, fp16_at(block), scales);
 }
 
-// The scales of one row, and its minima if there are any; zeros after them, up to a multiple of 16.
-template <Encoding E>
+// The scales of one row, and its minima if there are any; zeros after them, up to a multiple of 16. `kWhole`: see `k_scales`.
+template <Encoding E, bool kWhole = false>
 inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t row, float* scales, float* minima) {
   constexpr std::size_t kStep = step_of(E);
   const std::size_t inputs = static_cast<std::size_t>(m.inputs), steps = (inputs + kStep - 1) / kStep;
@@ -206,18 +220,18 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
   } else if constexpr (E == kMxFp4Block) {
     for (std::size_t s = 0; s < steps; s++) scales[s] = half_from_e8m0(codes[17 * s]);
   } else if constexpr (E == kQ4K || E == kQ5K) {
-    for (std::size_t s = 0; s < steps; s += 8, codes += unit_bytes(E)) k_scales(codes, scales + s, minima + s);
+    for (std::size_t s = 0; s < steps; s += 8, codes += unit_bytes(E)) k_scales<kWhole>(codes, scales + s, minima + s);
   } else if constexpr (E == kQ6K) {
     for (std::size_t s = 0; s < steps; s += 16, codes += unit_bytes(E)) {
       const float d = fp16_at(codes + 208);
-      for (int i = 0; i < 16; i += 8) eight_times<std::int8_t>(codes + 192 + i, d, scales + s + i);
+      for (int i = 0; i < 16; i += 8) eight_times<std::int8_t, kWhole>(codes + 192 + i, d, scales + s + i);
     }
   } else if constexpr (E == kQ2K) {
-    for (std::size_t s = 0; s < steps; s += 16, codes += unit_bytes(E)) q2_scales(codes, scales + s, minima + s);
+    for (std::size_t s = 0; s < steps; s += 16, codes += unit_bytes(E)) q2_scales<kWhole>(codes, scales + s, minima + s);
   } else if constexpr (E == kQ3K) {
-    for (std::size_t s = 0; s < steps; s += 16, codes += unit_bytes(E)) q3_scales(codes, scales + s);
+    for (std::size_t s = 0; s < steps; s += 16, codes += unit_bytes(E)) q3_scales<kWhole>(codes, scales + s);
   } else if constexpr (E == kIq4Xs) {
-    for (std::size_t s = 0; s < steps; s += 8, codes += unit_bytes(E)) iq4_scales(codes, scales + s);
+    for (std::size_t s = 0; s < steps; s += 8, codes += unit_bytes(E)) iq4_scales<kWhole>(codes, scales + s);
   } else {  // blocks of 32 that begin with float16: the scale, and the minimum if there is one
     spread_fp16(codes, unit_bytes(E) / 4, steps, scales);
     if constexpr (E == kQ4_1 || E == kQ5_1) spread_fp16(codes + 2, unit_bytes(E) / 4, steps, minima);
@@ -336,8 +350,8 @@ inline Codes codes_of(const std::uint8_t* unit, std::size_t c) {
 // Whether these bytes can be below zero.
 constexpr bool is_signed(Encoding e) { return e != kQ4_1 && e != kQ5_1 && e != kQ4K && e != kQ5K && e != kQ2K; }
 
-// One unit for the sets without lookups of 16 bits: signed bytes, with `kEvenFirst` the even ones of 32 before the odd ones. FP8 (E4M3) becomes float16, divided by 256: normal and denormal
-// codes need only other exponents, and NaN stays NaN.
+// One unit for the sets without lookups of 16 bits: signed bytes, with `kEvenFirst` the even ones of 32 before the odd ones. FP8
+// (E4M3) becomes float16, divided by 256: normal and denormal codes need only other exponents, and NaN stays NaN.
 template <Encoding E, bool kEvenFirst = false>
 inline void unpack(const std::uint8_t* unit, std::uint8_t* to) {
   if constexpr (E == kFp8) {

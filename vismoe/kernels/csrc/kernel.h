@@ -12,7 +12,9 @@
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
 //   sums(const float*), scaled_sum(Sum, Part, Sum scale), ones(), an Operand
 //   scale<step>(const float*)      the scales of the sums of one Operand's products
-//   times(Sum, Sum)                if its inputs are words
+//   times(Sum, Sum)                if its inputs are words; also words<signed>(Codes, whether the odd ones), and for scales that are
+//                                  integers, of which a Sum holds the bits: add_times(Part, Part, scale), whole(Operand, scale),
+//                                  of_word(a float16), in every lane and times kOfWord
 //   restore<Encoding>(unit, scales, minima, to)   if it restores weights for prompts: to(j, Operand j of the weights of a unit)
 //
 // Every output is one chain of dot products over the inputs in order, whichever rows or tokens share the loop: a result depends
@@ -115,10 +117,6 @@ void activate(const Expert& e, const float* sums, std::size_t count, X* h) {
 }
 
 // ------------------------------------------------------------------ products
-// Bytes of a unit up to which the next rows are prefetched while the codes of these are multiplied, and else while they are unpacked:
-// unpacking few bytes leaves memory idle for the longer part.
-constexpr std::size_t kNarrowBytes = 80;
-
 constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 
 // Whether packed inputs are words: integers of 16 bits with a scale for every unit, a power of two: x = word * kOfWord * scale.
@@ -126,6 +124,9 @@ constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 // Of every 32 inputs those with even numbers come first, so that codes of 8 bits become words without a shuffle.
 constexpr float kOfWord = 0x1p-14f;
 constexpr std::size_t kWordSpan = 32;
+// Tokens up to which codes become words in registers for every few of them, not once in the tile: if scales are integers, if codes
+// have 8 bits. Of others as many as share registers.
+constexpr std::size_t kTokensOfWhole = 4, kTokensOfBytes = 12;
 template <class S>
 constexpr bool has_words = !std::is_same_v<typename S::Part, typename S::Sum>;
 
@@ -164,9 +165,11 @@ struct Packed {
   static constexpr std::size_t kInputs = unit_inputs(E), kUnitBytes = unit_bytes(E), kGroups = 0, kStep = step_of(E);
 };
 
-// The same as words, in registers: the even ones of 32 codes, then the odd ones.
+// The same as words, in registers: the even ones of 32 codes, then the odd ones. `kWhole`: scales of steps are integers.
 template <class S, Encoding E>
 struct WordDecoder : Packed<E> {
+  static constexpr Encoding kEncoding = E;
+  static constexpr bool kWhole = has_whole_scales(E);
   struct Scaling {};
   static Scaling scaling(const Unit&) { return {}; }
   static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling&) {
@@ -202,7 +205,6 @@ struct Rows {
   bool tail;                                 // the rows have a rest
   const std::uint8_t* ahead;                 // a later row, to prefetch while the first of these is computed; null: none
   std::size_t ahead_bytes;                   // from there to the one that belongs to the second
-  std::size_t ahead_unit = 0;                // of a row that was unpacked: bytes of a unit there, at most 128
   alignas(kAlignment) std::uint8_t rest[kRows][D::kUnitBytes];
   std::uint16_t rest_scale[kRows][kGroups], rest_offset[kRows][kGroups];
   SumScales sums;  // if D::kStep > 0
@@ -285,7 +287,8 @@ inline void turn_to(const Inputs<typename S::X>& in, std::size_t u, typename S::
 template <class S, class D, std::size_t R, std::size_t N>
 inline void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
                         std::size_t room, typename S::Sum (&sums)[N][R]) {
-  constexpr int kLanes = S::kLanes, kStep = static_cast<int>(D::kStep), kSpan = has_words<S> ? static_cast<int>(kWordSpan) : kLanes;
+  constexpr int kLanes = S::kLanes, kStep = static_cast<int>(D::kStep);
+  constexpr int kSpan = has_words<S> ? static_cast<int>(kWordSpan) : kLanes;
   constexpr int kOperands = (kStep > kSpan ? kStep : kSpan) / kLanes;  // whose sums are scaled at once
   constexpr int kScales = kStep < kSpan ? kSpan / kStep : 1;           // of them
   typename D::Scaling scaling[R];
@@ -306,11 +309,51 @@ inline void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in,
       for (int j = s * kOperands; j < (s + 1) * kOperands; j++) {
         const typename S::Operand weights = D::decode(units[r].codes, j, scaling[r]);
 #pragma GCC unroll 8
-        for (std::size_t n = 0; n < N; n++) parts[n] = S::dot(parts[n], weights, S::load(in.x + n * in.stride + first + j * kLanes));
+        for (std::size_t n = 0; n < N; n++) {
+          parts[n] = S::dot(parts[n], weights, S::load(in.x + n * in.stride + first + j * kLanes));
+        }
       }
       const typename S::Sum scale = S::template scale<kStep>(scales + r * room + s * kScales);
 #pragma GCC unroll 8
       for (std::size_t n = 0; n < N; n++) sums[n][r] = S::scaled_sum(sums[n][r], parts[n], scale);
+    }
+  }
+}
+
+// The same with words, for codes whose scales are integers: these multiply sums that are integers, 128 inputs are summed, and the
+// factor of the unit multiplies the sum.
+template <class S, class D, std::size_t R, std::size_t N>
+inline void whole_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
+                       std::size_t room, typename S::Sum (&sums)[N][R]) {
+  constexpr std::size_t kOperands = kWordSpan / S::kLanes, kSpans = kUnit / kWordSpan;
+#pragma GCC unroll 2
+  for (std::size_t u = 0; u < D::kInputs / kUnit; u++) {
+    turn_to<S, R, N>(in, first / kUnit + u, sums);
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < R; r++) {
+      typename S::Part totals[N];
+#pragma GCC unroll 8
+      for (std::size_t n = 0; n < N; n++) totals[n] = typename S::Part{};
+#pragma GCC unroll 8
+      for (std::size_t s = u * kSpans; s < (u + 1) * kSpans; s++) {
+        typename S::Part parts[N];
+#pragma GCC unroll 8
+        for (std::size_t n = 0; n < N; n++) parts[n] = typename S::Part{};
+#pragma GCC unroll 4
+        for (std::size_t j = s * kOperands; j < (s + 1) * kOperands; j++) {
+          const typename S::Operand weights = D::decode(units[r].codes, static_cast<int>(j), {});
+#pragma GCC unroll 8
+          for (std::size_t n = 0; n < N; n++) {
+            parts[n] = S::dot(parts[n], weights, S::load(in.x + n * in.stride + first + j * S::kLanes));
+          }
+        }
+        const typename S::Sum scale = S::template scale<D::kStep>(scales + r * room + s * kWordSpan / D::kStep);
+#pragma GCC unroll 8
+        for (std::size_t n = 0; n < N; n++) totals[n] = S::add_times(totals[n], parts[n], scale);
+      }
+      const typename S::Sum factor = S::of_word(units[r].codes + factor_at(D::kEncoding));
+#pragma GCC unroll 8
+      for (std::size_t n = 0; n < N; n++) sums[n][r] = S::scaled_sum(sums[n][r], totals[n], factor);
     }
   }
 }
@@ -327,6 +370,11 @@ inline void restored_step(const Unit (&units)[R], const typename S::X* x, std::s
     });
   }
 }
+
+template <class D, class = void>
+constexpr bool is_whole = false;
+template <class D>
+constexpr bool is_whole<D, std::enable_if_t<D::kWhole>> = true;
 
 // The decoder of an encoding whose weights are restored in registers.
 template <class S, Encoding E>
@@ -349,7 +397,8 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
       restored_step<S, D::kEncoding, R, N>(units, in.x + u * D::kInputs, in.stride, s.scales + at, minima, s.room, sums);
     } else if constexpr (D::kStep > 0) {
       const float* scales = rows.sums.scales + first * rows.sums.room + u * (D::kInputs / D::kStep);
-      scaled_step<S, D, R, N>(units, in, u * D::kInputs, scales, rows.sums.room, sums);
+      if constexpr (is_whole<D>) whole_step<S, D, R, N>(units, in, u * D::kInputs, scales, rows.sums.room, sums);
+      else scaled_step<S, D, R, N>(units, in, u * D::kInputs, scales, rows.sums.room, sums);
     } else {
       unit_step<S, D, R, N>(units, in.x + u * D::kInputs, in.stride, sums);
     }
@@ -366,15 +415,7 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
     for (std::size_t r = 0; r < R; r++) units[r] = unit_at(rows, first + r, u);
     if (rows.ahead) {
 #pragma GCC unroll 4
-      for (std::size_t r = 0; r < R; r++) {
-        const std::uint8_t* from = rows.ahead + r * rows.ahead_bytes;
-        if (rows.ahead_unit == 0) {
-          prefetch<D::kUnitBytes>(from + u * D::kUnitBytes);
-        } else {
-          __builtin_prefetch(from + u * rows.ahead_unit);
-          __builtin_prefetch(from + (u + 1) * rows.ahead_unit - 1);
-        }
-      }
+      for (std::size_t r = 0; r < R; r++) prefetch<D::kUnitBytes>(rows.ahead + r * rows.ahead_bytes + u * D::kUnitBytes);
     }
     step(units, u, sums);
   }
@@ -411,10 +452,10 @@ inline void block_of(std::size_t n, const Rows<D>& rows, const Inputs<typename S
   if constexpr (N > 1) block_of<S, D, R, N - 1>(n, rows, in, y, y_stride);
 }
 
-// Whether D's rows were decoded before; for words they are as soon as they are bytes.
+// Whether D's rows were decoded before; for words they are also if they are bytes.
 template <class S, class D>
-constexpr bool is_decoded =
-    std::is_base_of_v<std::conditional_t<has_words<S>, CodeDecoder<S, D::kStep, false>, PlainDecoder<S, D::kStep>>, D>;
+constexpr bool is_decoded = std::is_base_of_v<PlainDecoder<S, D::kStep>, D> ||
+                            (has_words<S> && std::is_base_of_v<CodeDecoder<S, D::kStep, false>, D>);
 
 // y for `count` rows and n tokens, in blocks of at most kMost tokens and nearly equal size. `count` is kRows; rows that are
 // decoded already may be fewer, the last ones of a matrix.
@@ -591,6 +632,32 @@ inline void product_of_restored(Rows<D>& rows, std::size_t count, const Inputs<t
   product_of_codes<S, Plain>(plain, count, in, n, scratch, y, y_stride);
 }
 
+// The same with words that are codes times the integers by which sums would be scaled.
+template <class S, class D>
+inline void product_of_whole(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n,
+                             const Scratch& scratch, float* y, std::size_t y_stride) {
+  if (n <= kTokensOfWhole && count == kRows) return blocks<S, D, S::kTokens>(rows, count, in, n, y, y_stride);
+  using Plain = PlainDecoder<S, kUnit>;
+  constexpr std::size_t kUnits = D::kInputs / kUnit;
+  const std::size_t room = rows.sums.room;
+  Rows<Plain> plain;
+  into_tile(rows, count, scratch.codes, plain, [&](const Unit& unit, std::uint8_t* to, std::size_t r, std::size_t u) {
+    const float* scales = rows.sums.scales + r * room + u * (D::kInputs / D::kStep);
+#pragma GCC unroll 16
+    for (std::size_t j = 0; j < D::kInputs / S::kLanes; j++) {
+      const std::size_t step = j * S::kLanes / kWordSpan * kWordSpan / D::kStep;
+      const typename S::Operand words = D::decode(unit.codes, static_cast<int>(j), {});
+      const typename S::Operand whole = S::whole(words, S::template scale<D::kStep>(scales + step));
+      S::store(reinterpret_cast<typename S::X*>(to) + j * S::kLanes, whole);
+    }
+    for (std::size_t i = 0; i < kUnits; i++) {
+      scratch.tile[r * room + u * kUnits + i] = fp16_at(unit.codes + factor_at(D::kEncoding)) * kOfWord;
+    }
+  });
+  plain.sums.scales = scratch.tile;
+  product_of_codes<S, Plain>(plain, count, in, n, scratch, y, y_stride);
+}
+
 // y[n, row - begin] for rows begin .. end of a matrix in encoding E and n tokens.
 template <class S, Encoding E, bool kRestored>
 void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x,
@@ -617,30 +684,27 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
     if constexpr (D::kStep > 0) {
       for (std::size_t r = 0; r < count; r++) {
         float* scales = scratch.scales + r * scratch.steps;
-        read_scales<E>(m, record, row + r * apart, scales, scales + kRows * scratch.steps);
-        for (std::size_t s = 0; has_words<S> && s < rows.sums.steps; s++) scales[s] *= kOfWord;
+        constexpr bool kWhole = is_whole<D>;
+        read_scales<E, kWhole>(m, record, row + r * apart, scales, scales + kRows * scratch.steps);
+        for (std::size_t s = 0; has_words<S> && !kWhole && s < rows.sums.steps; s++) scales[s] *= kOfWord;
       }
     }
     float* to = y + (row - begin);
     if constexpr (kRestored) {
       product_of_restored<S>(rows, count, in, n, scratch, to, y_stride);
+    } else if constexpr (is_whole<D>) {
+      product_of_whole<S>(rows, count, in, n, scratch, to, y_stride);
     } else if constexpr (std::is_base_of_v<Packed<E>, D>) {
       if constexpr (has_words<S>) {
-        if (n == 1 && count == kRows) {
-          blocks<S, D, 1>(rows, count, in, n, to, y_stride);
+        if (n <= (unit_bytes(E) == kUnit ? kTokensOfBytes : S::kTokens) && count == kRows) {
+          blocks<S, D, S::kTokens>(rows, count, in, n, to, y_stride);
           continue;
         }
       }
       using Codes = CodeDecoder<S, D::kStep, E == kFp8>;
       Rows<Codes> codes;
       const auto turn = [](const Unit& unit, std::uint8_t* made, auto...) { unpack<E, has_words<S>>(unit.codes, made); };
-      constexpr std::size_t kCodeBytes = unit_bytes(E) / (unit_inputs(E) / kUnit);
-      const std::uint8_t* later_rows = rows.ahead;
-      if (kCodeBytes <= kNarrowBytes) rows.ahead = nullptr;
       into_tile(rows, count, scratch.codes, codes, turn);
-      if (kCodeBytes <= kNarrowBytes) codes.ahead = later_rows;
-      codes.ahead_bytes = rows.ahead_bytes;
-      codes.ahead_unit = kCodeBytes;
       product_of_codes<S, Codes>(codes, count, in, n, scratch, to, y_stride);
     } else {
       product<S, D>(rows, count, in, n, scratch, to, y_stride);
@@ -704,8 +768,8 @@ inline void add_words(float* row, std::size_t inputs) {
     const float times = float_of((268u - exponent) << 23);
     for (std::size_t i = 0; i < kUnit / 2; i++) {
       const auto word = [&](float value) {  // 1.5 * 2^23 leaves the nearest integer in the low bits
-        const float scaled = value * times, fitting = scaled < 32767.0f ? scaled : 32767.0f;
-        return static_cast<std::int16_t>(bits_of(fitting + 12582912.0f));
+        const float scaled = value * times, least = scaled > -32767.0f ? scaled : -32767.0f;
+        return static_cast<std::int16_t>(bits_of((least < 32767.0f ? least : 32767.0f) + 12582912.0f));
       };
       std::int16_t* to = words + u * kUnit + i / (kWordSpan / 2) * kWordSpan + i % (kWordSpan / 2);
       to[0] = word(x[2 * i]);

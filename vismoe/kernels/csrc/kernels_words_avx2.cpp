@@ -1,0 +1,78 @@
+// AVX2 for bfloat16 inputs: weights that are integers are multiplied as integers of 16 bits, others in float32.
+
+#include "avx2.h"
+
+namespace vismoe {
+namespace {
+
+// Twice as many products at a time, and codes need no conversion to float32.
+struct Avx2Words {
+  using X = std::int16_t;
+  using Operand = __m256i;
+  using Sum = __m256;
+  using Part = __m256i;
+  static constexpr int kLanes = 16;
+  static constexpr std::size_t kTokens = 3;
+
+  static __m256 zero() { return _mm256_setzero_ps(); }
+  static __m256 every(const float* p) { return Avx2::every(p); }
+  static __m256 sums(const float* p) { return Avx2::sums(p); }
+  static __m256i ones() { return _mm256_set1_epi16(1); }
+  static const __m256i_u& load(const X* x) { return *reinterpret_cast<const __m256i_u*>(x); }
+  // At most 128 products of an input and a code, or a code times a scale, of 13 bits: 16 in each sum, below 2^31. Assembly, because
+  // else compilers copy the inputs to the stack, where all rows share them, and add in a tree that needs more registers than there
+  // are.
+  static __m256i dot(__m256i part, __m256i weights, const __m256i_u& inputs) {
+    __m256i products;
+    asm("vpmaddwd %2, %1, %0" : "=x"(products) : "x"(weights), "m"(inputs));
+    part = _mm256_add_epi32(part, products);
+    asm("" : "+x"(part));
+    return part;
+  }
+  static __m256 scaled_sum(__m256 sum, __m256i part, __m256 scale) { return Avx2::dot(sum, _mm256_cvtepi32_ps(part), scale); }
+  static __m256 scaled_sum(__m256 sum, __m256 part, __m256 scale) { return Avx2::dot(sum, part, scale); }
+  static __m256i add_times(__m256i total, __m256i part, __m256 scale) {
+    return _mm256_add_epi32(total, _mm256_mullo_epi32(part, _mm256_castps_si256(scale)));
+  }
+  static __m256i whole(__m256i words, __m256 scale) {
+    const __m256i wide = _mm256_castps_si256(scale);
+    return _mm256_mullo_epi16(words, _mm256_packs_epi32(wide, wide));
+  }
+  static __m256 of_word(const std::uint8_t* half) {  // times kOfWord
+    short bits;
+    std::memcpy(&bits, half, 2);
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_set1_epi16(bits)), every(&kOfWord));
+  }
+  static void store(X* x, __m256i words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), words); }
+  static __m256 times(__m256 sum, __m256 factor) { return _mm256_mul_ps(sum, factor); }
+  template <int kStep>
+  static __m256 scale(const float* p) {  // each half of a sum of 32 products belongs to 16 neighbouring inputs
+    if constexpr (kStep >= static_cast<int>(kWordSpan)) return every(p);
+    return _mm256_insertf128_ps(every(p), _mm_broadcast_ss(p + 1), 1);
+  }
+  static void sum4(const __m256 (&s)[4], float (&totals)[4]) { Avx2::sum4(s, totals); }
+  template <bool kSigned>
+  static __m256i words(Codes codes, bool odd) {
+    if constexpr (kSigned) return _mm256_srai_epi16(odd ? codes : _mm256_slli_epi16(codes, 8), 8);
+    return odd ? _mm256_srli_epi16(codes, 8) : _mm256_and_si256(codes, _mm256_set1_epi16(0xff));
+  }
+  static __m256i signed_bytes(const std::uint8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+
+  template <Encoding E>
+  using Decoder = WordDecoder<Avx2Words, E>;
+};
+
+struct Avx2WithWords : Avx2 {
+  using Words = Avx2Words;
+
+  template <Encoding E>
+  using Decoder = FloatDecoderOf<Avx2, E>;
+};
+
+}  // namespace
+
+const Kernels& kernels_avx2words() { return kernels_of<Avx2WithWords>(); }
+
+}  // namespace vismoe

@@ -182,6 +182,24 @@ def test_a_layer_whose_experts_are_all_resident_is_one_group_and_otherwise_slabs
     pager.close()
 
 
+@pytest.mark.parametrize(("slabs", "largest"), [(16, 1), (64, 2), (160, 4)])
+def test_a_prompt_computes_at_most_a_quarter_of_the_ring_at_a_time(slabs, largest):
+    """Copies go on into the other slabs; what waits for no slab is one group."""
+    experts = slabs + 24
+    pager = make_pager(NumberStore([experts], [0]), [slabs], threads=1)
+    pager.begin_step(Phase.PREFILL)
+    for keep in (list(range(slabs)), []):
+        sizes = []
+        with pager.demand(0, list(range(experts)), keep=keep) as demand:
+            for group in demand.groups(in_order=True):
+                time.sleep(0.001)  # several have arrived when the next group is asked for
+                sizes.append((len(group), bool(demand.demand.absent)))
+        waiting = [size for size, absent in sizes if absent]
+        assert sum(size for size, _ in sizes) == experts and max(waiting) <= largest
+    assert largest == 1 or max(waiting) > 1, "groups of one only"
+    pager.close()
+
+
 class GatedStore(NumberStore):
     """Reads of `held` experts wait for their gate; `order` says in which order reads began."""
 

@@ -24,7 +24,7 @@ from vismoe.bench.job import COLD, WARM, Job
 from vismoe.bench.limits import Groups
 from vismoe.bench.prompt import model_inputs, picture_tokens, random_ids
 from vismoe.bench.run import BenchOutcome
-from vismoe.bench.subject import GgufFile, generate, gguf_of, subject_of
+from vismoe.bench.subject import GeneratedModel, GgufFile, generate, gguf_of, subject_of
 from vismoe.bench.token_time import token_timer
 from vismoe.cli import main as cli
 from vismoe.config import Settings
@@ -66,7 +66,7 @@ def known_machine(monkeypatch, cache):
 @pytest.fixture(scope="module")
 def tiny(cache):
     """The folder of the checkpoint that TINY asks for."""
-    return generate(cache / "bench", "tiny", 2, 0.0, 0).name
+    return generate(cache / "bench", GeneratedModel("tiny", 2)).name
 
 
 def test_a_benchmark_of_three_contestants_ends_with_one_json_line(tiny, capsys, tmp_path):
@@ -304,12 +304,13 @@ def test_a_weight_of_another_type_is_found_wherever_it_lies(tmp_path):
 
 
 def test_clean_deletes_what_was_generated_and_nothing_else(cache, tmp_path, capsys):
-    generate(tmp_path, "tiny", 2, 0.0, 3)
+    generate(tmp_path, GeneratedModel("tiny", 2, seed=3))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "model.safetensors").touch()
     (tmp_path / "mine.gguf").touch()
     leftovers = ("tiny-4-layers-skew-0.5-seed-1.q4_0.gguf", "tiny-4-layers-skew-0-seed--1.gguf.partial", "offload-999999999")
-    leftovers += ("tiny-4-layers-skew-0-seed-1.store",)
+    leftovers += ("tiny-4-layers-skew-0-seed-1.store", "tiny-2-layers-mtp-skew-0-seed-0", "tiny-2-layers-skew-0-seed-0.q4_k.gguf")
+    leftovers += ("tiny-2-layers-mtp-skew-0-seed-0.iq4_nl.gguf",)
     for name in leftovers:
         (tmp_path / name).touch() if "gguf" in name else (tmp_path / name).mkdir()
     (tmp_path / f"offload-{os.getpid()}").mkdir()

@@ -14,7 +14,7 @@ from vismoe.bench.job import Job
 from vismoe.bench.limits import Groups, cached_bytes, drop_caches, imports_bytes
 from vismoe.bench.process import disk_bytes, release_mapped
 from vismoe.bench.run import run_job
-from vismoe.bench.subject import generate, gguf_of
+from vismoe.bench.subject import GeneratedModel, generate, gguf_of
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
 from vismoe.models.load.preview import preview
@@ -27,7 +27,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="read from Linux's /p
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A generated checkpoint whose experts are stacked on disk, so that transformers maps them."""
-    return generate(tmp_path_factory.mktemp("bench"), "tiny", 4, 0.0, 0, quiet=True)
+    return generate(tmp_path_factory.mktemp("bench"), GeneratedModel("tiny", 4), quiet=True)
 
 
 def job_of(contestant, subject, **fields):

@@ -18,7 +18,7 @@ from vismoe.bench.gpu_check import machine as gpu_machine
 from vismoe.bench.gpu_check import rates as gpu_rates
 from vismoe.bench.gpu_check.stages import NAMES, STAGES, CheckStage, chosen
 from vismoe.bench.gpu_check.tests import run_tests
-from vismoe.bench.subject import generate
+from vismoe.bench.subject import GeneratedModel, generate
 from vismoe.cli import gpu_check as command
 from vismoe.cli.main import command_parser, main
 from vismoe.errors import ConfigError
@@ -239,7 +239,7 @@ def test_facts_of_a_gpu_are_read(monkeypatch, tmp_path):
 # ------------------------------------------------------------------ contest
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return generate(tmp_path_factory.mktemp("weights"), "tiny", 2, 0.0, 0, quiet=True)
+    return generate(tmp_path_factory.mktemp("weights"), GeneratedModel("tiny", 2), quiet=True)
 
 
 def test_a_contest_is_run_by_the_workers_of_the_benchmark(tiny, tmp_path):

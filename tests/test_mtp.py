@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 import vismoe
-from vismoe.bench.subject import generate
+from vismoe.bench.subject import GeneratedModel, generate
 from vismoe.cli.main import main as run
 from vismoe.engine.drafting import Drafter, Drafts
 from vismoe.engine.generate import TokenLoop
@@ -227,9 +227,9 @@ def test_the_rest_in_int8_is_that_of_the_model_without_the_layer(tmp_path):
 
 
 def test_a_generated_checkpoint_has_the_layer_where_it_is_measured(tmp_path):
-    subject = generate(tmp_path, "tiny", None, 0.0, 0, mtp=True, quiet=True)
+    subject = generate(tmp_path, GeneratedModel("tiny", None, mtp=True), quiet=True)
     assert answered(opened(subject.name, torch.bfloat16, memory="50%", draft_tokens=2))[3].drafted
-    assert generate(tmp_path, "tiny", None, 0.0, 0, quiet=True).name != subject.name
+    assert generate(tmp_path, GeneratedModel("tiny", None), quiet=True).name != subject.name
 
 
 @pytest.mark.parametrize(

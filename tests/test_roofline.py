@@ -9,7 +9,7 @@ import pytest
 
 from vismoe.bench import roofline
 from vismoe.bench.roofline import CARDS, MISSES, SHARES, bound, bounds
-from vismoe.bench.subject import sketch
+from vismoe.bench.subject import GeneratedModel, sketch
 from vismoe.cli.main import main
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -17,7 +17,7 @@ RTX_4060, RTX_4090, RTX_5090, H200 = CARDS
 
 
 def test_the_sizes_are_those_of_the_model():
-    with sketch("qwen3-vl-30b-a3b", None) as subject:
+    with sketch(GeneratedModel("qwen3-vl-30b-a3b", None)) as subject:
         parts, text = dict(subject.backbone), subject.config.get_text_config()
         layer = subject.inventory.layers[0]
         assert subject.expert_bytes == roofline.LAYERS * roofline.EXPERTS * roofline.EXPERT_BYTES

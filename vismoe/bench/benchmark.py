@@ -22,6 +22,7 @@ from vismoe.bench.prompt import picture_tokens, random_ids
 from vismoe.bench.report import Work, ceilings_json, observed, summary, warnings
 from vismoe.bench.run import run_all
 from vismoe.bench.subject import (
+    GeneratedModel,
     GgufFile,
     Store,
     Subject,
@@ -189,12 +190,11 @@ def _subject(order: BenchOptions, contestants: Sequence[Contestant]) -> tuple[Su
         for experts in twins:
             gguf_of(subject, experts, quiet=order.quiet)
         return subject, []
-    mtp = order.settings.get("draft") == "mtp"
-    with sketch(order.geometry, order.layers, mtp) as planned:
+    model = GeneratedModel(order.geometry, order.layers, order.skew, order.seed, mtp=order.settings.get("draft") == "mtp")
+    with sketch(model) as planned:
         _task(order, planned, contestants)
     wanted = list(dict.fromkeys(one.setting for one in contestants if _is_packed(one, order)))
-    made = order.folder, order.geometry, order.layers, order.skew, order.seed
-    subject = generate(*made, gguf=twins, formats=wanted, mtp=mtp, quiet=order.quiet)
+    subject = generate(order.folder, model, gguf=twins, formats=wanted, quiet=order.quiet)
     if not order.quiet:
         kept = "kept for later benchmarks (vismoe bench --clean deletes it)"
         print(f"{subject.name}: {format_bytes(subject.weights_bytes)}, {kept}", file=sys.stderr)

@@ -37,7 +37,7 @@ GGUF_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 ENCODERS = ("vision tower", "audio tower")  # llama.cpp stores them in another file
 SAME_SIZE = 0.02  # tolerance for the sizes of files with the same weights: vectors and routers are F32 in GGUF
 GENERATED = re.compile(
-    rf"({'|'.join(map(re.escape, GEOMETRIES))})-\d+-layers-skew-.+-seed--?\d+(\.store|(\.q\d_0)?\.gguf)?(\.partial)?"
+    rf"({'|'.join(map(re.escape, GEOMETRIES))})-\d+-layers(-mtp)?-skew-.+-seed--?\d+(\.store|(\.[a-z0-9_]+)?\.gguf)?(\.partial)?"
 )
 OFFLOAD = re.compile(r"offload-(\d+)")  # left by a benchmark with this process number
 
@@ -96,37 +96,48 @@ def bench_folder() -> Path:
     return profile_file("any").parent / "bench"
 
 
+@dataclass(frozen=True)
+class GeneratedModel:
+    """What a generated model is: a published geometry with random weights."""
+
+    geometry: str
+    layers: int | None  # None: as published
+    skew: float = 0.0
+    seed: int = 0
+    mtp: bool = False  # with a layer more, that drafts
+
+    @property
+    def config(self) -> Any:
+        config = geometry_config(self.geometry, self.layers)
+        if self.mtp:
+            config.get_text_config().num_mtp_layers = 1
+        return config
+
+
 def generate(
-    folder: Path,
-    geometry: str,
-    layers: int | None,
-    skew: float,
-    seed: int,
-    *,
-    gguf: Sequence[str] = (),
-    formats: Sequence[str] = (),
-    mtp: bool = False,
-    quiet: bool = False,
+    folder: Path, model: GeneratedModel, *, gguf: Sequence[str] = (), formats: Sequence[str] = (), quiet: bool = False
 ) -> Subject:
-    """A published geometry with random weights, and its GGUF twins with experts of the types `gguf`; written unless they exist.
-    Checks that the disk also has room to pack `formats`. mtp: with a layer more, that drafts.
+    """Writes it, and its GGUF twins with experts of the types `gguf`, unless they exist. Checks that the disk also has room to
+    pack `formats`.
 
     Raises InputError for a folder that cannot be used, ConfigError for a disk that cannot hold all of it.
     """
-    config = _config(geometry, layers, mtp)
+    config, geometry, skew, seed = model.config, model.geometry, model.skew, model.seed
     layers = config.get_text_config().num_hidden_layers
-    target = folder / f"{geometry}-{layers}-layers{'-mtp' * mtp}-skew-{skew:g}-seed-{seed}"
+    target = folder / f"{geometry}-{layers}-layers{'-mtp' * model.mtp}-skew-{skew:g}-seed-{seed}"
     models = {target: "raw", **{_twin(target, kind): kind for kind in gguf}}
     stores = {index_path(_store(target), Format(format)): format for format in formats}
     if missing := {path: kind for path, kind in {**models, **stores}.items() if not path.exists()}:
         refuse_unusable(folder)
-        with sketch(geometry, layers, mtp) as planned:
+        with sketch(model) as planned:
             expert_bytes = sum(planned.expert_share(kind) * planned.expert_bytes for kind in missing.values())
             backbones = (planned.weights_bytes - planned.expert_bytes) * len(models.keys() & missing.keys())
             refuse_small_disk(folder, int(expert_bytes) + backbones)
     made = {"geometry": geometry, "layers": layers, "skew": skew, "seed": seed}
     try:
-        written = write_checkpoint(config, model_class_of(geometry), target, skew=skew, seed=seed, mtp=mtp, progress=not quiet)
+        written = write_checkpoint(
+            config, model_class_of(geometry), target, skew=skew, seed=seed, mtp=model.mtp, progress=not quiet
+        )
         if not written.reused:
             shutil.rmtree(_store(target), ignore_errors=True)  # made from files that no longer exist
         subject = subject_of(str(target), None, None, {**made, "total_bytes": written.total_bytes})
@@ -183,20 +194,12 @@ def refuse_unusable(folder: Path) -> None:
         raise InputError(f"--folder {folder} cannot be used: {error.strerror}. Fix: name a writable folder") from error
 
 
-def _config(geometry: str, layers: int | None, mtp: bool) -> Any:
-    """Of a generated subject. mtp: with a layer more, that drafts."""
-    config = geometry_config(geometry, layers)
-    if mtp:
-        config.get_text_config().num_mtp_layers = 1
-    return config
-
-
 @contextlib.contextmanager
-def sketch(geometry: str, layers: int | None, mtp: bool = False) -> Iterator[Subject]:
+def sketch(model: GeneratedModel) -> Iterator[Subject]:
     """A generated subject before it is written, in a folder that has only its configuration."""
     with tempfile.TemporaryDirectory(prefix="vismoe-bench-") as folder:
-        _config(geometry, layers, mtp).save_pretrained(folder)
-        yield _subject(folder, None, None, {"geometry": geometry, "layers": layers})
+        model.config.save_pretrained(folder)
+        yield _subject(folder, None, None, {"geometry": model.geometry, "layers": model.layers})
 
 
 def subject_of(name: str, revision: str | None, dtype: str | None, made: dict[str, Any] | None = None) -> Subject:

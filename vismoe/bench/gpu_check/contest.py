@@ -14,7 +14,7 @@ from vismoe.bench.limits import Groups
 from vismoe.bench.prompt import picture_tokens, random_ids
 from vismoe.bench.report import Work
 from vismoe.bench.run import run_job
-from vismoe.bench.subject import Subject, generate, packed, sketch, store_folder
+from vismoe.bench.subject import GeneratedModel, Subject, generate, packed, sketch, store_folder
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.engine.engine import demo_model, load
 from vismoe.machine.hardware import cores
@@ -96,12 +96,12 @@ def image(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
 
 def needed_bytes(geometry: str, layers: int, stores: Sequence[str] = ()) -> int:
     """Disk for a generated checkpoint of `layers` and packed stores of its experts."""
-    with sketch(geometry, layers) as planned:
+    with sketch(GeneratedModel(geometry, layers)) as planned:
         return planned.weights_bytes + int(sum(planned.expert_share(format) * planned.expert_bytes for format in stores))
 
 
 def _subject(options: Mapping[str, Any], layers: int) -> Subject:
-    return generate(Path(options["folder"]), options["geometry"], layers, 0.0, 0, quiet=True)
+    return generate(Path(options["folder"]), GeneratedModel(options["geometry"], layers), quiet=True)
 
 
 def _run(

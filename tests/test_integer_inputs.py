@@ -108,3 +108,21 @@ def test_what_is_not_finite_poisons_its_own_row(isa, encoding, poison):
     theirs = torch.tensor([1, 3, 4])
     assert torch.equal(poisoned[[0, 2, 5]], clean[[0, 2, 5]])
     assert not poisoned[theirs].isfinite().all(1).any()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 13])
+@pytest.mark.parametrize(("kind", "scale", "least"), [("q6_k", slice(192, 208), -32 * -128), ("iq4_xs", slice(2, 8), -127 * -32)])
+def test_the_largest_products_of_codes_and_their_scales_fit_in_a_sum(isa, kind, scale, least, tokens):
+    """The lowest code times the lowest scale, with factor 1, everywhere: of K-quants these have the most bits."""
+    encoding, rows, inputs = ENCODINGS[kind], 5, 512
+    blocks = torch.zeros(rows * inputs // 256, encoding.block_bytes, dtype=torch.uint8)
+    blocks[:, scale] = 0x80 if kind == "q6_k" else 0
+    at = 208 if kind == "q6_k" else 0
+    blocks[:, at : at + 2] = torch.ones(1).half().view(torch.uint8)
+    parts = {"codes": blocks.view(rows, -1)}
+    assert (encoding.values(parts, inputs) == least).all()
+    largest = 255 / 128  # of which bfloat16 has all bits
+    for sign in (1, -1):
+        x = torch.full((tokens, inputs), sign * largest).bfloat16()
+        result = cpu.encoded_linear(x, encoding, parts, inputs)
+        assert torch.equal(result, torch.full_like(result, sign * largest * least * inputs))

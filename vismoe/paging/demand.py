@@ -3,8 +3,8 @@
 Experts come in groups, each computed by one call; the slabs of a group stay protected until it was computed, and state is settled
 once per group. Two orders. By arrival (decode): residents first, then whatever has arrived; the caller combines by expert id
 itself. By id (prefill): the caller can add results as it goes, while later ids are on their way.
-With everything resident a layer is one group. Demands larger than the pool are served in waves: groups of one, or in a prompt of
-a quarter of the ring, so that a slab is taken again soon after its expert was computed. Two slabs suffice. In a streamed pass
+With everything resident a layer is one group. Where an expert waits for a slab, groups are of one, or in a prompt of a quarter
+of the ring, so that a slab is taken again soon after its expert was computed. Two slabs suffice. In a streamed pass
 (streaming.py) what stays of the layer is fixed, and only what passes through the ring waits for slabs.
 Where there are other ways than waiting (miss.py), some of the missing experts are lent straight from the host tier
 (host_compute.py): as a group of their own, after what lies on the device, so that work launched there runs beside. They take no
@@ -228,7 +228,8 @@ class Demand:
         """Those to compute first, so that slabs are free again soon: one, in a prompt a part of the ring; where what stays is
         fixed, all that pass through."""
         if self._fixed is None:
-            few = 1 if self._keep is None else max(1, self._table.ring_limits[HIGH] // RING_GROUPS)
+            ring = 0 if self._keep is None else self._table.streamed_ring or min(self._table.ring_limits)
+            few = max(1, ring // RING_GROUPS)
             return experts[:few], slabs[:few]
         through = self._table.ring[slabs]
         return ([e for e, t in zip(experts, through.tolist()) if t], slabs[through]) if through.any() else (experts, slabs)

@@ -124,8 +124,8 @@ constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 // Of every 32 inputs those with even numbers come first, so that codes of 8 bits become words without a shuffle.
 constexpr float kOfWord = 0x1p-14f;
 constexpr std::size_t kWordSpan = 32;
-// Tokens up to which codes become words in registers for every few of them, not once in the tile: if scales are integers, if codes
-// have 8 bits. Of others as many as share registers.
+// Up to so many tokens codes become words in registers, again for each block of tokens; for more they do so once, in the tile.
+// kTokensOfWhole: if scales are integers; kTokensOfBytes: if codes have 8 bits. For other codes it is one block.
 constexpr std::size_t kTokensOfWhole = 4, kTokensOfBytes = 12;
 template <class S>
 constexpr bool has_words = !std::is_same_v<typename S::Part, typename S::Sum>;
@@ -767,7 +767,7 @@ inline void add_words(float* row, std::size_t inputs) {
     if (exponent < kLeast) exponent = kLeast;
     const float times = float_of((268u - exponent) << 23);
     for (std::size_t i = 0; i < kUnit / 2; i++) {
-      const auto word = [&](float value) {  // 1.5 * 2^23 leaves the nearest integer in the low bits
+      const auto word = [&](float value) {  // 1.5 * 2^23 leaves the nearest integer in the low bits; -32768 would let sums overflow
         const float scaled = value * times, least = scaled > -32767.0f ? scaled : -32767.0f;
         return static_cast<std::int16_t>(bits_of((least < 32767.0f ? least : 32767.0f) + 12582912.0f));
       };

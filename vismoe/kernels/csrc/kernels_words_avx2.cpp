@@ -19,9 +19,9 @@ struct Avx2Words {
   static __m256 sums(const float* p) { return Avx2::sums(p); }
   static __m256i ones() { return _mm256_set1_epi16(1); }
   static const __m256i_u& load(const X* x) { return *reinterpret_cast<const __m256i_u*>(x); }
-  // At most 128 products of an input and a code, or a code times a scale, of 13 bits: 16 in each sum, below 2^31. Assembly, because
-  // else compilers copy the inputs to the stack, where all rows share them, and add in a tree that needs more registers than there
-  // are.
+  // At most 128 products of an input, up to 32767, and a code or a code times a scale, up to 4096: 16 in each sum, below 2^31.
+  // Assembly, because else compilers copy the inputs to the stack, where all rows share them, and add in a tree that needs more
+  // registers than there are.
   static __m256i dot(__m256i part, __m256i weights, const __m256i_u& inputs) {
     __m256i products;
     asm("vpmaddwd %2, %1, %0" : "=x"(products) : "x"(weights), "m"(inputs));

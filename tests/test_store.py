@@ -1,11 +1,14 @@
 """Reading experts in place: bit for bit what transformers loads, only the expert's own bytes, errors that say what to do."""
 
+import ctypes
 import fcntl
+import mmap
 import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -15,6 +18,8 @@ from vismoe.bench.limits import cached_bytes, drop_caches
 from vismoe.errors import CheckpointError, ClosedError
 from vismoe.models.load.locate import locate_experts
 from vismoe.models.moe.adapters import adapt
+from vismoe.pools import advice
+from vismoe.pools.advice import HUGE_PAGE_BYTES, LEAST_HUGE_BYTES
 from vismoe.store import files, page_cache
 from vismoe.store.checkpoint import CheckpointStore, TensorPart
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
@@ -112,6 +117,33 @@ def test_a_stretch_larger_than_the_bounce_buffer_is_read_in_several_requests(qwe
     monkeypatch.setattr(os, "preadv", lambda d, buffers, at: sizes.append(sum(map(len, buffers))) or preadv(d, buffers, at))
     assert_equal_to(tiny_models.reference(qwen), store)
     assert set(sizes) == {files.BLOCK_BYTES} and len(sizes) > len(every_expert(store))
+
+
+@pytest.mark.parametrize("nbytes", [1, 5000, LEAST_HUGE_BYTES - 1, LEAST_HUGE_BYTES, 3 * 2**20, 2 * HUGE_PAGE_BYTES])
+def test_buffers_for_reading_begin_on_a_page_and_large_ones_are_whole_huge_pages(nbytes, monkeypatch):
+    told = []
+    monkeypatch.setattr(advice, "advise", lambda *what: told.append(what))
+    buffer = advice.block_buffer(nbytes)
+    address = buffer.__array_interface__["data"][0]
+    assert len(buffer) == nbytes <= advice.buffer_bytes(nbytes)
+    is_large = nbytes >= LEAST_HUGE_BYTES
+    page = HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE
+    assert address % page == 0 and advice.buffer_bytes(nbytes) == -(-nbytes // page) * page
+    assert told == ([(address, advice.buffer_bytes(nbytes), advice.HUGEPAGE)] if is_large else [])
+    buffer.fill(1)
+    ctypes.memset(address, 2, advice.buffer_bytes(nbytes))  # all of it is there
+    assert buffer[-1] == 2
+
+
+def test_a_plan_counts_the_pages_of_the_bounce_buffer_and_a_thread_that_reads_nothing_takes_none(own_copy):
+    (path,) = own_copy.glob("*.safetensors")
+    opened = files.CheckpointFiles([read_header(path)])
+    if refused := opened.read_past_cache(2**20):
+        pytest.skip(refused)
+    held, byte = opened.hold(), np.empty(1, np.uint8)
+    assert "memory" not in vars(held._bounce)
+    held.fill(0, 5, [byte])
+    assert held._bounce.memory.nbytes == files.bounce_bytes(2**20) == HUGE_PAGE_BYTES and byte[0] == path.read_bytes()[5]
 
 
 def test_a_file_truncated_while_reading_past_the_page_cache_is_the_same_error(own_copy):

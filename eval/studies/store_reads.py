@@ -23,8 +23,8 @@ from vismoe.eval.report import study_parser, told
 from vismoe.machine.choices import choose, format_rate
 from vismoe.machine.hardware import cores
 from vismoe.machine.profile import load_profile
+from vismoe.pools.advice import block_buffer
 from vismoe.pools.pool import SlabPool
-from vismoe.store.files import block_buffer
 from vismoe.store.index import read_index
 from vismoe.store.packed import PackedStore, formats_in
 from vismoe.types import Format

@@ -186,8 +186,9 @@ def imports_bytes() -> int:
     """What a limit must leave beside VisMoE's budget: what a worker holds when it plans, torch and transformers imported.
 
     Measured once, in a process and a group of its own, since it follows from what is installed and from which pages of libraries
-    are in memory already; 300 MiB with a torch for CPUs. A sixteenth more is what later workers may differ by. Most of it comes
-    back: a plan lies above the real growth. Raises ConfigError where that process fails.
+    are in memory already; 300 MiB with a torch for CPUs. Later workers load other models and may differ: an eighth is added,
+    where a twelfth was seen. Most of it comes back: a plan lies above the real growth. Raises ConfigError where that process
+    fails.
     """
     try:
         groups = Groups(AMPLE_BYTES)
@@ -201,7 +202,7 @@ def imports_bytes() -> int:
     if done.returncode:
         raise ConfigError(f"what a worker imports cannot be measured here: {done.stderr.strip()}")
     found = int(done.stdout.splitlines()[-1])
-    return found + found // 16
+    return found + found // 8
 
 
 def drop_caches(paths: Iterable[str | Path]) -> int:

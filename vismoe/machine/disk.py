@@ -6,7 +6,6 @@ Bounded in time. The scratch file has no name, so nothing remains, however the p
 import contextlib
 import itertools
 import math
-import mmap
 import os
 import random
 import statistics
@@ -24,6 +23,7 @@ from vismoe.config import format_bytes
 from vismoe.errors import InputError
 from vismoe.machine.hardware import cores
 from vismoe.machine.rates import FULL, MIB, QUICK, DiskRate, DiskRates, Effort
+from vismoe.pools.advice import LEAST_HUGE_BYTES, block_buffer
 from vismoe.types import BLOCK_BYTES
 
 LEAST_SCRATCH_BYTES = 64 * MIB
@@ -105,7 +105,7 @@ class _Opened(NamedTuple):
 def _reading(descriptor: int, offsets: list[int], request_bytes: int, depth: int, limit_s: float, places: int = 1) -> float:
     """Bytes per second of reading every offset once in `depth` threads, until the time limit; each thread reads into so many
     `places` in turns."""
-    buffers = [[_aligned(request_bytes) for _ in range(places)] for _ in range(depth)]
+    buffers = [_places(request_bytes, places) for _ in range(depth)]
     start = time.perf_counter()
 
     def reads(thread: int) -> int:
@@ -121,11 +121,11 @@ def _reading(descriptor: int, offsets: list[int], request_bytes: int, depth: int
     return done / (time.perf_counter() - start)
 
 
-def _aligned(nbytes: int) -> memoryview:
-    """Memory that starts on a page and is touched before the measurement begins."""
-    buffer = mmap.mmap(-1, nbytes)
-    np.frombuffer(buffer, np.uint8).fill(1)
-    return memoryview(buffer)
+def _places(nbytes: int, count: int) -> list[memoryview]:
+    """Memory of the kind that experts are read into, touched before the measurement begins."""
+    buffer = block_buffer(max(nbytes * count, LEAST_HUGE_BYTES))[: nbytes * count]
+    buffer.fill(1)
+    return [memory.data for memory in np.split(buffer, count)]
 
 
 @contextlib.contextmanager
@@ -223,7 +223,7 @@ def _open_direct(name: str | Path) -> tuple[int | None, str | None]:
 def _read_refused(direct: int) -> str | None:
     """The reason if the filesystem refuses to read; some open a file with O_DIRECT and then refuse to read it."""
     try:
-        os.preadv(direct, [_aligned(BLOCK_BYTES)], 0)
+        os.preadv(direct, _places(BLOCK_BYTES, 1), 0)
     except OSError as error:
         return f"the filesystem refuses to read with O_DIRECT: {error.strerror}"
     return None

@@ -8,7 +8,6 @@ opened, or CheckpointError. So the file's state is checked after each read, whic
 """
 
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vismoe.errors import CheckpointError, ClosedError
+from vismoe.pools.advice import block_buffer, buffer_bytes
 from vismoe.store.file_state import FileChangedError, FileState, examined
 from vismoe.store.page_cache import cached_bytes
 from vismoe.store.safetensors_header import AGAIN
@@ -32,12 +32,7 @@ MOST_BOUNCE_BYTES = 4 * 2**20  # of one read: large enough for the disk, small e
 
 def bounce_bytes(stretch_bytes: int) -> int:
     """Bytes of the bounce buffer of a thread that reads stretches of up to `stretch_bytes` past the page cache."""
-    return min(MOST_BOUNCE_BYTES, -(-stretch_bytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES)
-
-
-def block_buffer(nbytes: int) -> np.ndarray:
-    """uint8 `[nbytes]` that starts on a page, as O_DIRECT requires."""
-    return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    return buffer_bytes(min(MOST_BOUNCE_BYTES, -(-stretch_bytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES))
 
 
 class ThreadBuffer(threading.local):
@@ -165,9 +160,10 @@ class OpenFiles:
 
     def probe(self) -> None:
         """Read a block of every non-empty file; raises OSError (`NO_DIRECT`) where this way of reading does not work."""
+        block = block_buffer(BLOCK_BYTES)  # not the bounce buffer: this thread may never need one
         for file, descriptor in enumerate(self._descriptors):
             try:
-                os.preadv(descriptor, [self._bounce.memory[:BLOCK_BYTES].data], 0)
+                os.preadv(descriptor, [block.data], 0)
             except OSError as error:
                 if error.errno in NO_DIRECT:
                     raise

@@ -18,10 +18,11 @@ import torch
 
 from vismoe.errors import CheckpointError
 from vismoe.kernels.checksum import crc32c
+from vismoe.pools.advice import block_buffer, buffer_bytes
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import StoreOnDisk, naming_expert
 from vismoe.store.file_state import FileState
-from vismoe.store.files import OpenFiles, ThreadBuffer, block_buffer
+from vismoe.store.files import OpenFiles, ThreadBuffer
 from vismoe.store.gguf_header import GGUF, PART
 from vismoe.store.index import Contents, Index, StoredRecord, index_path, read_index, remedy, shard_path
 from vismoe.types import ExpertId, ExpertInventory, Format, RecordLayout
@@ -76,7 +77,7 @@ class PackedStore(StoreOnDisk):
         self.stored_bytes = sum(index.file_bytes) if len(own) == len(index.records) else sum(record.nbytes for record in own)
         self.inventory = ExpertInventory(contents.layers, tuple(codec.slab for codec in contents.codecs), contents.raw)
         largest_bytes = max(record.nbytes for record in own)
-        self.scratch_bytes = 0 if all(codec.fixed_bytes for codec in contents.codecs) else largest_bytes
+        self.scratch_bytes = 0 if all(codec.fixed_bytes for codec in contents.codecs) else buffer_bytes(largest_bytes)
         self.stretch_bytes = largest_bytes
         self.bounce_bytes = 0  # slabs and records both begin on a block
         self._folder, self._index = folder, index

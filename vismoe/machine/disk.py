@@ -223,7 +223,7 @@ def _open_direct(name: str | Path) -> tuple[int | None, str | None]:
 def _read_refused(direct: int) -> str | None:
     """The reason if the filesystem refuses to read; some open a file with O_DIRECT and then refuse to read it."""
     try:
-        os.preadv(direct, _places(BLOCK_BYTES, 1), 0)
+        os.preadv(direct, [block_buffer(BLOCK_BYTES).data], 0)
     except OSError as error:
         return f"the filesystem refuses to read with O_DIRECT: {error.strerror}"
     return None

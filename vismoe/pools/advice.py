@@ -43,18 +43,24 @@ def in_huge_pages(memory: "Tensor") -> "Tensor":
     return memory
 
 
+def _page_bytes(buffer_bytes: int) -> int:
+    """Bytes of the pages that a buffer for reading is made of."""
+    return HUGE_PAGE_BYTES if buffer_bytes >= LEAST_HUGE_BYTES else mmap.PAGESIZE
+
+
 def buffer_bytes(nbytes: int) -> int:
     """What `block_buffer` takes for so many bytes."""
-    each = HUGE_PAGE_BYTES if nbytes >= LEAST_HUGE_BYTES else mmap.PAGESIZE
-    return -(-nbytes // each) * each
+    page = _page_bytes(nbytes)
+    return -(-nbytes // page) * page
 
 
 def block_buffer(nbytes: int) -> np.ndarray:
     """uint8 `[nbytes]` that starts on a page, as O_DIRECT requires; large ones in huge pages where the system has them."""
-    taken, spare = buffer_bytes(nbytes), HUGE_PAGE_BYTES if nbytes >= LEAST_HUGE_BYTES else 0  # of addresses, not of memory
-    memory = np.frombuffer(mmap.mmap(-1, taken + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    page, taken = _page_bytes(nbytes), buffer_bytes(nbytes)
+    addresses = mmap.mmap(-1, taken + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # what is not written takes no memory
+    memory = np.frombuffer(addresses, dtype=np.uint8)
     address: int = memory.__array_interface__["data"][0]
-    start = -address % HUGE_PAGE_BYTES if spare else 0
-    if spare:
+    start = -address % page
+    if page == HUGE_PAGE_BYTES:
         advise(address + start, taken, HUGEPAGE)
     return memory[start : start + nbytes]

@@ -6,6 +6,7 @@ a missing dependency every time. A copy is two operations, so that half a copy c
 """
 
 import contextlib
+import functools
 import random
 import threading
 from collections import deque
@@ -41,8 +42,18 @@ class Stream:
 
 
 class Event:
-    def __init__(self, cuda: "SimulatedCuda"):
+    def __init__(self, cuda: "SimulatedCuda", enable_timing: bool = False):
         self._cuda, self.done = cuda, False
+
+    def record(self, stream: Stream) -> None:
+        stream.record_event(self)
+
+    def query(self) -> bool:
+        return self.done
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert self.done and later.done
+        return 1.0
 
     def happen(self) -> None:
         self.done = True
@@ -68,6 +79,7 @@ class SimulatedCuda:
     def install(self, patch: Any) -> None:
         """Replace torch.cuda's streams, with pytest's monkeypatch."""
         patch.setattr(torch.cuda, "Stream", self.stream_of)
+        patch.setattr(torch.cuda, "Event", functools.partial(Event, self))
         patch.setattr(torch.cuda, "stream", self.on)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
 

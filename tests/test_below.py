@@ -13,7 +13,7 @@ from vismoe.errors import ClosedError
 from vismoe.paging.miss import Rates, Ways
 from vismoe.paging.pager import Pager
 from vismoe.paging.tickets import Moved, Ticket
-from vismoe.paging.transfer import EmulatedLinkMover
+from vismoe.paging.transfer import EmulatedLinkMover, Mover
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, Demands
@@ -24,7 +24,7 @@ from vismoe.types import ExpertId, Phase
 FAST_LINK = Rates(1e9, 1e9)  # of records of a few bytes: copies take next to nothing
 
 
-class CopyMover:
+class CopyMover(Mover):
     """What DeviceMover does, without a device: the slab gets a copy, so the host tier may be smaller than the model."""
 
     by_demander = False
@@ -41,7 +41,7 @@ class CopyMover:
         """Copies are over when they return."""
 
 
-class NoBytes:
+class NoBytes(Mover):
     """A host tier and a device without bytes: everything is in host memory, and the thread that waits does the copies."""
 
     by_demander = True

@@ -16,6 +16,7 @@ from vismoe.paging import transfer as transfer_module
 from vismoe.paging.pager import Pager
 from vismoe.paging.streaming import Verdict
 from vismoe.paging.tickets import Moved
+from vismoe.paging.transfer import Mover
 from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, Demands, slabs_per_geometry
 from vismoe.simulate.misses import compare_misses, format_misses
@@ -119,7 +120,7 @@ def test_page_table_and_pool_agree_after_every_layer(seed, slots, order, prefetc
 
 
 # -- the pager itself
-class NoBytes:
+class NoBytes(Mover):
     """A mover that only says it moved."""
 
     by_demander = True

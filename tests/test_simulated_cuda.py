@@ -3,6 +3,7 @@ orders is for: without it a kernel reads another expert's bytes, every time."""
 
 import contextlib
 import functools
+import itertools
 import queue
 import random
 import threading
@@ -18,6 +19,7 @@ from vismoe.paging.pager import Pager
 from vismoe.paging.tickets import Ticket
 from vismoe.paging.transfer import Decoding, DeviceMover
 from vismoe.pools.host_tier import HostTier
+from vismoe.pools.pool import SlabPool
 from vismoe.pools.readback import on_host
 from vismoe.pools.slabs import Slabs
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
@@ -79,12 +81,17 @@ class InOneThread(DeviceMover):
 
 
 def wrong_reads(
-    cuda: SimulatedCuda, patch, mover=InOneThread, threads=0, readback=False, steps=10, encoded=False
+    cuda: SimulatedCuda, patch, mover=InOneThread, threads=0, readback=False, steps=10, encoded=False, queued=False
 ) -> list[tuple[int, set[int]]]:
-    """(the expert that a kernel was launched for, the experts whose numbers it read) for every kernel that read another one."""
+    """(the expert that a kernel was launched for, the experts whose numbers it read) for every kernel that read another one.
+    `queued`: host memory holds every expert from the start, so that demanded copies are queued and no thread waits for them."""
     cuda.install(patch)
     store, rng, wrong = EncodedStore() if encoded else FilledStore(), random.Random(1), []
-    tier = HostTier(store, (RECORDS,), page_locked=False, layouts=(store.encoded,) if encoded else None)
+    records = LAYERS * EXPERTS if queued else RECORDS
+    tier = HostTier(store, (records,), page_locked=False, layouts=(store.encoded,) if encoded else None)
+    for layer, expert in itertools.product(range(LAYERS), range(EXPERTS)) if queued else ():
+        with tier.lease(ExpertId(layer, expert)):
+            pass
     pager = Pager(
         store.inventory,
         (SimulatedPool(cuda, store.layout, SLABS),),
@@ -132,8 +139,9 @@ def wrong_reads(
 @pytest.mark.budget(3)
 @pytest.mark.parametrize("encoded", [False, True], ids=["as in slabs", "encoded"])
 @pytest.mark.parametrize("readback", [False, True], ids=["no readback", "a readback per layer"])
-def test_no_kernel_reads_a_wrong_byte_whatever_the_device_runs_first(readback, encoded, monkeypatch):
-    how = {"readback": readback, "encoded": encoded}
+@pytest.mark.parametrize("queued", [False, True], ids=["waited for", "queued"])
+def test_no_kernel_reads_a_wrong_byte_whatever_the_device_runs_first(queued, readback, encoded, monkeypatch):
+    how = {"readback": readback, "encoded": encoded, "queued": queued}
     for late in ("kernels", "copies"):
         assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, **how)
         assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, DeviceMover, threads=2, **how)
@@ -175,17 +183,52 @@ def decoded_elsewhere(patch):
     patch.setattr(SimulatedDecoder, "queue", lambda decoder, operation: decoder._cuda.compute.put(operation))
 
 
+def read_before_it_arrives(patch):
+    """The compute stream does not wait for copies that were queued."""
+    patch.setattr(DeviceMover, "arrive", lambda mover, geometry, slabs: None)
+    patch.setattr(DeviceMover, "begin_pass", lambda mover: None)
+
+
+QUEUED = [(no_wait, "kernels"), (no_wait, "copies"), (no_event_at_release, "kernels"), (read_before_it_arrives, "copies")]
 MISTAKES = [(no_wait, "kernels"), (no_event_at_release, "kernels"), (done_too_early, "copies"), (lease_too_short, "copies")]
 
 
 @pytest.mark.parametrize(
-    ("mistake", "late", "encoded"),
-    [*((*mistake, encoded) for mistake in MISTAKES for encoded in (False, True)), (decoded_elsewhere, "copies", True)],
+    ("mistake", "late", "encoded", "queued"),
+    [
+        *((*mistake, encoded, False) for mistake in MISTAKES for encoded in (False, True)),
+        *((*mistake, encoded, True) for mistake in QUEUED for encoded in (False, True)),
+        *((decoded_elsewhere, "copies", True, queued) for queued in (False, True)),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_each_order_that_is_left_out_lets_a_kernel_read_other_bytes(mistake, late, encoded, monkeypatch):
+def test_each_order_that_is_left_out_lets_a_kernel_read_other_bytes(mistake, late, encoded, queued, monkeypatch):
     mistake(monkeypatch)
-    assert wrong_reads(SimulatedCuda(late=late), monkeypatch, encoded=encoded)
+    assert wrong_reads(SimulatedCuda(late=late), monkeypatch, encoded=encoded, queued=queued)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_pass_on_another_stream_sees_what_was_queued_for_the_one_before(waits, monkeypatch):
+    """A demand was left before anything of it was computed; its expert counts as resident."""
+    cuda, read = SimulatedCuda(late="copies"), []
+    cuda.install(monkeypatch)
+    store = FilledStore()
+    tier = HostTier(store, (LAYERS * EXPERTS,), page_locked=False)
+    with tier.lease(ExpertId(0, 3)):
+        pass
+    pager = Pager(store.inventory, (SimulatedPool(cuda, store.layout, SLABS),), DeviceMover(tier, device=torch.device("cpu")))
+    if not waits:
+        monkeypatch.setattr(DeviceMover, "begin_pass", lambda mover: None)
+    pager.begin_step(Phase.DECODE)
+    with pager.demand(0, [3]):
+        pass
+    with cuda.on(cuda.stream_of()):
+        pager.begin_step(Phase.DECODE)
+        slab = pager.tables[0].slab_of[3]
+        cuda.launch(lambda: read.extend(SlabPool.record(pager.tables[0].pool.pools[0], slab).view(torch.int64)[:16].tolist()))
+        cuda.current.synchronize()
+    pager.close()
+    assert (set(read) == {number(0, 3)}) == waits
 
 
 def two_slabs(cuda: SimulatedCuda, patch, how: Decoding) -> tuple[DeviceMover, Slabs]:

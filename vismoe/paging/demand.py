@@ -181,9 +181,13 @@ class Demand:
         promises were under way too."""
         if self.todo:
             self._leave_early()
-        elif (self._asked or self._guess is not None) and not (self._core.streams or self._beside_promises):
+            return
+        queued = [ticket.ended_s - ticket.began_s for ticket in self._asked if ticket.queued]  # the device waits for these
+        self._streaming.stall_s += sum(queued)
+        unknown = not all(queued)  # before the link's rate was measured
+        if not unknown and (self._asked or self._guess is not None) and not (self._core.streams or self._beside_promises):
             ended_s = (self._guess.ended_s or now_s) if self._guess is not None else 0.0
-            self._core.ledger.waited(self._stall_s, len(self._asked), ended_s - self._began_s)
+            self._core.ledger.waited(self._stall_s + sum(queued), len(self._asked), ended_s - self._began_s)
 
     # -- what is here, and what it is lent as
     def _late(self) -> list[int]:

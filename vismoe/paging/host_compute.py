@@ -42,7 +42,7 @@ class HostCompute:
         asked.sort()
         misses = [Miss(self._bytes(expert), tokens.get(expert, 1), expert in on_their_way) for expert in asked]
         ahead_bytes = self._core.queued_bytes() + sum(map(self._bytes, set(missing) - set(asked)))
-        chosen = self._ways.choose(self._geometry, misses, ahead_bytes)
+        chosen = self._ways.choose(self._geometry, misses, ahead_bytes, self._core.link.bytes_per_s)
         self.experts = {expert for expert, way in zip(asked, chosen) if way is Way.CPU}
 
     def seconds(self) -> float:

@@ -11,7 +11,7 @@ Only experts whose record lies in the host tier are asked about: reading one fro
 import enum
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from vismoe.errors import ConfigError
@@ -42,6 +42,7 @@ class Rates:
     link_bytes_per_s: float
     cpu_bytes_per_s: float  # of weights that the kernels read from host memory, at one token
     cpu_s_per_token: float = 0.0  # arithmetic of one token in one expert, which decides where there are many
+    cpu_call_s: float = 0.0  # for what goes there and comes back, once a layer
 
     def __post_init__(self) -> None:
         if not (self.link_bytes_per_s > 0 and self.cpu_bytes_per_s > 0 and self.cpu_s_per_token >= 0):
@@ -72,7 +73,8 @@ def choose_ways(misses: Sequence[Miss], rates: Rates, link_ahead_bytes: float = 
     coming = [i for i, miss in enumerate(misses) if miss.on_its_way]
     fresh.sort(key=lambda i: on_cpu_s(misses[i]) / misses[i].nbytes)
     by_cpu = fresh + coming  # in this order; those that come by themselves all together or not at all
-    cpu_s = list(itertools.accumulate((on_cpu_s(misses[i]) for i in by_cpu), initial=cpu_ahead_s))
+    ahead_s = cpu_ahead_s + rates.cpu_call_s
+    cpu_s = list(itertools.accumulate((on_cpu_s(misses[i]) for i in by_cpu), initial=ahead_s))
     copied = [link_ahead_bytes + sum(misses[i].nbytes for i in fresh[count:]) for count in range(len(fresh) + 1)]
 
     def finished_s(count: int) -> float:
@@ -94,11 +96,18 @@ class Ways:
     rates: tuple[Rates, ...]  # by geometry
     deterministic: bool = False  # decide by bytes and tokens only: nothing is copied unasked, and what is queued does not count
 
-    def choose(self, geometry: int, misses: Sequence[Miss], link_ahead_bytes: float) -> list[Way]:
-        """A way for each of a layer's misses."""
+    def choose(
+        self, geometry: int, misses: Sequence[Miss], link_ahead_bytes: float, link_bytes_per_s: float | None = None
+    ) -> list[Way]:
+        """A way for each of a layer's misses. link_bytes_per_s: as measured since, where it is known."""
         if self.policy == "cpu":
             return [Way.CPU] * len(misses)
-        return choose_ways(misses, self.rates[geometry], 0.0 if self.deterministic else link_ahead_bytes)
+        rates = self.rates[geometry]
+        if self.deterministic:
+            return choose_ways(misses, rates)
+        if link_bytes_per_s is not None:
+            rates = replace(rates, link_bytes_per_s=link_bytes_per_s)
+        return choose_ways(misses, rates, link_ahead_bytes)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ FREE, LOADING, RESIDENT, READY = 0, 1, 2, 3  # ready: complete, beside a residen
 UNBACKED = 4  # its memory was given back, for keys and values
 ABSENT, ON_DEVICE, PINNED, NO_EXPERT = 0, 1, 2, 255  # what `residency` says of an expert
 RING_SHARE, RING_MOST = 8, 16  # a prefill chunk may take at most slabs/8, between 2 and 16, from the cache
+DEVICE_RING_MOST = 64  # on a device, where a call for a group takes the host as long as the link takes for several experts
 ADMISSION_GAIN = 1.25  # how much more an admitted expert must have been used than the evicted one: fewest seconds in replays
 LFU_HALF_LIFE_STEPS = 16  # forward steps after which a use counts half; the best of 4 ... infinity on the demo model
 
@@ -47,9 +48,11 @@ class PageTable:
     an eviction class: `lru` the last use, `lfu` exponentially decayed uses (kept after eviction).
     """
 
-    def __init__(self, layers: tuple[MoELayer, ...], pool: SlabPool | Sequence[SlabPool] | Slabs, order: str):
+    def __init__(
+        self, layers: tuple[MoELayer, ...], pool: SlabPool | Sequence[SlabPool] | Slabs, order: str, ring_most: int = RING_MOST
+    ):
         self.pool, self.order = pool, order = Slabs.of(pool), order
-        self.ring_limits = tuple(min(RING_MOST, max(2, part.capacity // RING_SHARE)) for part in pool.pools)
+        self.ring_limits = tuple(min(ring_most, max(2, part.capacity // RING_SHARE)) for part in pool.pools)
         self.streamed_ring = 0  # slabs of the ring in a streamed pass; 0: this one is not
         self.may_evict = True  # False: every expert has a slab, in one format or the other
         self.base: dict[int, int] = {}

@@ -97,6 +97,7 @@ class Pager:
         if new_sequence:
             self.core.end_request()
         self.core.begin_step(phase, self._step_ended_s - self._step_began_s, tokens)
+        self.transfer.begin_pass()
         self._step_began_s = self._step_ended_s = time.perf_counter()
 
     @whole
@@ -271,6 +272,7 @@ class Pager:
 
     def repair(self) -> None:
         """After an interrupt: keep what is certain. In whichever thread makes the next change."""
+        self.transfer.wait_for_queued()  # into slabs that are free from now on, perhaps
         interrupted = self._serving.thread if self._serving is not None else None
         in_flight = self.core.tickets.values()
         self.core.repair([ticket for ticket in in_flight if ticket.runner not in (None, interrupted) and not ticket.done])
@@ -284,7 +286,7 @@ class Pager:
                 threading.current_thread().name,
                 "prefetch" if ticket.speculative else "copy",
                 ticket.began_s,
-                time.perf_counter(),
+                ticket.ended_s,
                 layer=ticket.expert.layer,
                 expert=ticket.expert.expert,
                 bytes=ticket.moved.disk_bytes or ticket.moved.link_bytes,
@@ -335,12 +337,15 @@ class Lease:
         Weights and addresses are good until the next group is asked for. A group is never empty.
         """
         make, demand = self._pager.changes.make, self.demand
+        geometry = self._pager.inventory.layers[self._layer].geometry
         while demand.todo:
             group = make(demand.next_group, in_order)
             if not group:
                 self._wait(demand.awaited(in_order))
                 continue
             began_s = time.perf_counter()
+            if not group.on_host:
+                self._pager.transfer.arrive(geometry, group.slabs)
             yield group
             ended_s = time.perf_counter()
             self._compute_s += ended_s - began_s

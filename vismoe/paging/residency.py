@@ -30,7 +30,7 @@ import numpy as np
 from vismoe.errors import ClosedError
 from vismoe.metrics import Metrics
 from vismoe.paging.miss import Upgrades, Ways
-from vismoe.paging.page_table import LOADING, NO_EXPERT, RESIDENT, PageTable, Room
+from vismoe.paging.page_table import LOADING, NO_EXPERT, RESIDENT, RING_MOST, PageTable, Room
 from vismoe.paging.promises import COUNTERS, Promises, Stage
 from vismoe.paging.speculation import Ledger, Wanted, prefetch_order
 from vismoe.paging.streaming import Streaming
@@ -46,8 +46,18 @@ class Link:
     """What carries out copies: it asks for `next_copy` whenever it can carry one more, and says when one has `ended`. This one
     need not be told anything."""
 
+    @property
+    def bytes_per_s(self) -> float | None:
+        """As measured on the way; None: not known."""
+        return None
+
     def wake(self) -> None:
         """There may be something to copy now."""
+
+    def queue(self, ticket: Ticket) -> bool:
+        """Hand a demanded copy to a device that lets what reads the slab wait: it has ended for all that the host decides. False:
+        whoever copies has to be told, and waited for."""
+        return False
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         """The computation that used these slabs was queued; a copy into one of them must wait for it."""
@@ -74,7 +84,8 @@ class Residency:
     there in less precision than was demanded. `deterministic`: nothing is copied unasked. `fill`: where there is a slab for every
     expert, bring in those that nothing demanded yet while nothing else is to be copied. `may_stream`: passes are streamed where
     measured times say that it pays; `in_flight`: slabs that running copies and running computation occupy during a streamed pass,
-    beside what waits for the next layer. `metrics`: to go on counting in.
+    beside what waits for the next layer. `ring_most`: slabs that a prompt's experts stream through. `metrics`: to go on counting
+    in.
     """
 
     # Copies in flight of absent experts that a lookahead names. One, for it cannot be called back, and a demand should not wait
@@ -96,6 +107,7 @@ class Residency:
         may_stream: bool = True,
         in_flight: int = 0,
         fill: bool = False,
+        ring_most: int = RING_MOST,
         metrics: Metrics | None = None,
     ):
         assert ways is None or hosts, "only what lies in a host tier can be computed there"
@@ -104,7 +116,7 @@ class Residency:
         self.deterministic = deterministic or (ways is not None and ways.deterministic)
         most = max((layer.num_experts for layer in inventory.layers), default=0)
         self.metrics = metrics or Metrics(len(inventory.layers), most)
-        self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
+        self.tables = tuple(PageTable(inventory.layers_of(g), pool, order, ring_most) for g, pool in enumerate(pools))
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
         self.fill = fill and all(table.has_room_for_all for table in self.tables)
         self._filler: Ticket | None = None  # the copy that fills, if one was begun
@@ -448,7 +460,7 @@ class Residency:
             return False
         table, layer = self.table_of[ticket.expert.layer], ticket.expert.layer
         table.end_load(table.flat(ticket.expert), succeeded=ticket.error is None)
-        if ticket.error is None:
+        if ticket.error is None and not (ticket.queued and ticket.ended_s == ticket.began_s):  # the link's rate is not known yet
             self.streaming[ticket.geometry].copied(ticket.began_s, ticket.ended_s)
         del self.tickets[ticket.expert]
         if ticket.transition:
@@ -505,8 +517,9 @@ class Residency:
     def submit(self, ticket: Ticket) -> Ticket:
         """Queue a copy that something waits for."""
         self.check_open()
-        self.queue.append(ticket)
-        self.link.wake()
+        if not self.link.queue(ticket):
+            self.queue.append(ticket)
+            self.link.wake()
         return ticket
 
     def _settled(self, room: Room | None) -> Room | None:

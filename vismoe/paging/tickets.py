@@ -27,5 +27,6 @@ class Ticket:
     began_s: float = 0.0
     ended_s: float = 0.0  # 0 until it is done
     done: bool = False
+    queued: bool = False  # on the device, which lets what reads the slab wait; `began_s` and `ended_s` are estimates
     error: BaseException | None = None
     moved: Moved = field(default_factory=Moved)

@@ -3,29 +3,41 @@
 A worker asks the residency core for the next copy: demands first, in the order they were issued; while none is queued the
 prefetch that is worth most at that moment, so a guess never waits in a queue and never ages.
 A thread that waits for a demand runs queued demands itself instead of sleeping.
+On a device no thread waits for a demand whose record lies in host memory for good: the thread that runs the model queues the copy
+the moment it is demanded, its expert counts as resident from then on, and the device lets what reads it wait.
 
 The core's state changes under one lock (`Changes`), which is never held during a copy.
 """
 
+import collections
+import contextlib
+import ctypes
+import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from vismoe.errors import ClosedError
+from vismoe.errors import ClosedError, TransferError
 from vismoe.formats.lossless import content_bytes
+from vismoe.locks import under
 from vismoe.paging.changes import Changes, whole
 from vismoe.paging.residency import Link, Residency
 from vismoe.paging.tickets import Moved, Ticket
-from vismoe.pools.host_tier import HostTier
+from vismoe.pools.host_tier import HostLease, HostTier
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.store.expert_store import ExpertStore
 from vismoe.types import HIGH
+
+logger = logging.getLogger(__name__)
+
+EVENT_EVERY = 4  # queued copies: so many at most are waited for beside those that are needed
+MEASURE_EVERY_S = 0.25
 
 
 class Mover(Protocol):
@@ -40,6 +52,28 @@ class Mover(Protocol):
     hosts: tuple[HostTier, ...]
 
     def move(self, ticket: Ticket, pool: Slabs) -> Moved: ...
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Of the link, as measured on the way; None: not known."""
+        return None
+
+    def queue(self, ticket: Ticket, pool: Slabs) -> Moved | None:
+        """Queue a copy on the device and return, by the thread that runs the model; the ticket gets the time that the link needs
+        for it. None: not possible, `move` it."""
+        return None
+
+    def arrive(self, geometry: int, slabs: np.ndarray) -> None:
+        """What this thread queues on the device from now on sees what was queued to be copied into these slabs."""
+        return
+
+    def begin_pass(self) -> None:
+        """A pass of the model begins; it sees all that was queued to be copied before."""
+        return
+
+    def wait(self) -> None:
+        """Return when all that was queued to be copied is there."""
+        return
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         """The computation that used these slabs was queued; a copy into one of them must wait for it. Nothing to do where it is
@@ -74,15 +108,16 @@ class Decoding:
     decoders: Sequence[Callable[[torch.Tensor, torch.Tensor], None] | None]
 
 
-class DeviceMover:
+class DeviceMover(Mover):
     """Disk to page-locked host tier to device slab, on two streams: what was demanded does not queue behind what was not.
 
     Orders kept (FluxMoE, algorithm 1). Made before the slabs: what is queued by now may still use the memory that they get, so
-    both streams wait for it. Write after read: a copy's stream waits for the event recorded on the compute stream when
-    the demand that used the slab let go of it. Read after write: a ticket is done only after its copy's event was waited for on
-    the host, so no kernel that was launched later can see the old bytes, and no copy of the other stream can take the slab. The
-    host record stays leased until then. With `decoding` a copy goes to the staging slab of its stream and is decoded from there
-    on the same stream: after the copy, and before the next one, which no other thread may queue between the two.
+    both streams wait for it. Write after read: a copy's stream waits for the event that the compute stream recorded when the
+    demand that used the slab let go of it. Read after write: a ticket that a worker has moved is done only after its copy's event
+    was waited for on the host; one that was queued is done at once, and the compute stream waits for an event behind the copy
+    before it reads the slab, or the demand lets go of it. A host record stays leased until its copy has ended; only those of a
+    tier that never evicts are queued. With `decoding` a copy goes to the staging slab of its stream and is decoded from there on
+    the same stream: after the copy, and before the next one, which no other thread may queue between the two.
     """
 
     by_demander = False
@@ -93,36 +128,163 @@ class DeviceMover:
         queued = torch.cuda.current_stream(device).record_event()
         for stream in (self._demanded, self._unasked):
             stream.wait_event(queued)
-        self._queueing = threading.Lock(), threading.Lock()  # on a stream, by one thread at a time
+        self._queueing = threading.RLock(), threading.RLock()  # on a stream, by one thread at a time
         self._last_read: dict[tuple[int, int], torch.cuda.Event] = {}
+        self._queued = self._seen = 0  # copies queued so far; up to which of them the compute stream waits
+        self._coming: dict[tuple[int, int], int] = {}  # by slab, the number of the copy that was queued last
+        self._behind: collections.deque[tuple[int, torch.cuda.Event]] = collections.deque()  # (a copy's number, the event behind)
+        self._compute: torch.cuda.Stream | None = None
+        self._clock = LinkClock()
+        self._put = copier(self._demanded) if device.type == "cuda" else None
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self._clock.bytes_per_s
 
     def move(self, ticket: Ticket, pool: Slabs) -> Moved:
-        precision, unasked = pool.precision_of(ticket.slab), ticket.speculative or ticket.transition
-        decoding = self._decoding if precision == HIGH else None
-        with self.hosts[precision].lease(ticket.expert) as lease:
-            record, there = lease.pool.record(lease.slab), pool.record(ticket.slab)
-            event = self._last_read.get((ticket.geometry, ticket.slab))
-            stream = self._unasked if unasked else self._demanded
-            decoder = decoding.decoders[ticket.geometry] if decoding is not None else None
-            nbytes = pool.bytes_of(ticket.slab) if decoding is None else content_bytes(record)
+        unasked = ticket.speculative or ticket.transition
+        stream = self._unasked if unasked else self._demanded
+        with self.hosts[pool.precision_of(ticket.slab)].lease(ticket.expert) as lease:
             with self._queueing[unasked], torch.cuda.stream(stream):
-                if decoding is not None and decoder is not None:
-                    staged = decoding.staging.record(int(unasked))[:nbytes]
-                    staged.copy_(record[:nbytes], non_blocking=True)
-                if event is not None:
-                    stream.wait_event(event)
-                if decoder is not None:
-                    decoder(staged, there)
-                else:
-                    there[:nbytes].copy_(record[:nbytes], non_blocking=True)
+                nbytes = self._copy(ticket, pool, lease.pool.record(lease.slab), stream)
                 copied = stream.record_event()
             copied.synchronize()
         return Moved(disk_bytes=lease.disk_bytes, link_bytes=nbytes)
 
+    def queue(self, ticket: Ticket, pool: Slabs) -> Moved | None:
+        lease = self.hosts[pool.precision_of(ticket.slab)].lease_for_good(ticket.expert) if not ticket.transition else None
+        if lease is None:
+            return None
+        slab, stream = (ticket.geometry, ticket.slab), self._demanded
+        nbytes = under(self._queueing[False], self._put_behind, ticket, pool, lease)
+        ticket.began_s, ticket.ended_s = self._clock.times(nbytes)
+        self._queued += 1
+        self._coming[slab] = self._queued
+        if self._queued % EVENT_EVERY == 0:
+            self._behind.append((self._queued, stream.record_event()))
+        return Moved(link_bytes=nbytes)
+
+    def _put_behind(self, ticket: Ticket, pool: Slabs, lease: HostLease) -> int:
+        """Queue a copy behind those that were demanded before -> bytes over the link."""
+        stream = self._demanded
+        if self._put is None or self._decoding is not None or torch.cuda.current_device() != self._device.index:
+            record = lease.pool.record(lease.slab)
+            size = pool.bytes_of(ticket.slab) if self._decoding is None else content_bytes(record)
+            with torch.cuda.stream(stream), self._clock.timing(stream, size):
+                return self._copy(ticket, pool, record, stream)
+        nbytes = pool.bytes_of(ticket.slab)  # as `_copy`, without torch's way to another stream
+        event = self._last_read.get((ticket.geometry, ticket.slab))
+        if event is not None:
+            stream.wait_event(event)
+        with self._clock.timing(stream, nbytes):
+            self._put(int(pool.addresses[ticket.slab]), int(lease.pool.addresses[lease.slab]), nbytes)
+        return nbytes
+
+    def _copy(self, ticket: Ticket, pool: Slabs, record: torch.Tensor, stream: torch.cuda.Stream) -> int:
+        """Queue a copy on the current stream, which is this one -> bytes over the link."""
+        decoding = self._decoding if pool.precision_of(ticket.slab) == HIGH else None
+        there, event = pool.record(ticket.slab), self._last_read.get((ticket.geometry, ticket.slab))
+        decoder = decoding.decoders[ticket.geometry] if decoding is not None else None
+        nbytes = pool.bytes_of(ticket.slab) if decoding is None else content_bytes(record)
+        if decoding is not None and decoder is not None:
+            staged = decoding.staging.record(int(stream is self._unasked))[:nbytes]
+            staged.copy_(record[:nbytes], non_blocking=True)
+        if event is not None:
+            stream.wait_event(event)
+        if decoder is not None:
+            decoder(staged, there)
+        else:
+            there[:nbytes].copy_(record[:nbytes], non_blocking=True)
+        return nbytes
+
+    def arrive(self, geometry: int, slabs: np.ndarray) -> None:
+        if not self._coming:
+            return
+        newest = max((self._coming.pop((geometry, slab), 0) for slab in slabs.tolist()), default=0)
+        if newest > self._seen:
+            self._wait_behind(newest, torch.cuda.current_stream(self._device))
+
+    def _wait_behind(self, number: int, stream: torch.cuda.Stream) -> None:
+        """Let the compute stream wait for that copy and those before it: they end in the order they were queued."""
+        behind = self._behind
+        while behind and behind[0][0] < number:
+            behind.popleft()
+        self._seen, event = behind.popleft() if behind else (self._queued, self._demanded.record_event())
+        stream.wait_event(event)
+
+    def begin_pass(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if self._queued and (self._coming or stream != self._compute):
+            self._behind.clear()
+            self._coming.clear()
+            self._wait_behind(self._queued, stream)
+        self._compute = stream
+
+    def wait(self) -> None:
+        try:
+            self._demanded.synchronize()
+        except RuntimeError as error:  # of the device; whatever uses it next raises it too
+            logger.error("copies to the GPU failed: %s", error)
+
     def released(self, geometry: int, slabs: np.ndarray) -> None:
+        self.arrive(geometry, slabs)  # what was not computed may still be on its way
         event = torch.cuda.current_stream(self._device).record_event()
         for slab in slabs.tolist():
             self._last_read[geometry, slab] = event
+
+
+def copier(stream: torch.cuda.Stream) -> Callable[[int, int, int], None]:
+    """Queues (device address, page-locked host address, bytes) on a stream, by the driver's own function: torch would take as
+    long as the link needs for 2 MB, to make this stream the current one and back."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    put, handle = driver.cuMemcpyHtoDAsync_v2, ctypes.c_void_p(stream.cuda_stream)
+    put.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+    def copy(there: int, here: int, nbytes: int) -> None:
+        status = put(there, here, nbytes, handle)
+        if status:
+            raise TransferError(f"a copy of {nbytes} bytes to the GPU was refused: CUDA error {status}")
+
+    return copy
+
+
+class LinkClock:
+    """When queued copies run, as far as the host can know: one after another, at the rate of those that have ended.
+
+    Events around a copy measure the rate, now and then.
+    """
+
+    def __init__(self) -> None:
+        self._s_per_byte = 0.0  # 0: no copy has ended yet
+        self._idle_at_s = self._next_s = 0.0
+        self._measured: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None  # before and behind a copy, its bytes
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return 1 / self._s_per_byte if self._s_per_byte else None
+
+    @contextlib.contextmanager
+    def timing(self, stream: torch.cuda.Stream, nbytes: int) -> Iterator[None]:
+        """Within, a copy is queued."""
+        now_s = time.perf_counter()
+        if now_s < self._next_s or (self._measured is not None and not self._measured[1].query()):
+            yield
+            return
+        if self._measured is not None:
+            began, ended, size = self._measured
+            self._s_per_byte = began.elapsed_time(ended) / 1e3 / size
+            self._next_s = now_s + MEASURE_EVERY_S
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record(stream)
+        yield
+        ended.record(stream)
+        self._measured = began, ended, nbytes
+
+    def times(self, nbytes: int) -> tuple[float, float]:
+        """When a copy that was queued now begins and ends, in seconds of `time.perf_counter`."""
+        began_s = max(time.perf_counter(), self._idle_at_s)
+        self._idle_at_s = began_s + nbytes * self._s_per_byte
+        return began_s, self._idle_at_s
 
 
 class EmulatedLinkMover(Mover):
@@ -170,6 +332,30 @@ class Transfer(Link):
     def wake(self) -> None:
         """There may be something to copy. Called in a change."""
         self.changes.wake()
+
+    def queue(self, ticket: Ticket) -> bool:
+        try:
+            moved = self._mover.queue(ticket, self._core.tables[ticket.geometry].pool)
+        except Exception as error:  # as in `run`: the demand that needs the expert raises it
+            moved, ticket.error = Moved(), error
+        if moved is None:
+            return False
+        ticket.moved, ticket.queued, ticket.done = moved, True, True  # before it is counted
+        self._finished(ticket)
+        return True
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self._mover.bytes_per_s
+
+    def arrive(self, geometry: int, slabs: np.ndarray) -> None:
+        self._mover.arrive(geometry, slabs)
+
+    def begin_pass(self) -> None:
+        self._mover.begin_pass()
+
+    def wait_for_queued(self) -> None:
+        self._mover.wait()
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         self._mover.released(geometry, slabs)
@@ -247,3 +433,4 @@ class Transfer(Link):
             return  # a finalizer that ran on a worker: its siblings end by themselves
         for thread in self._threads:
             thread.join()
+        self._mover.wait()

@@ -40,6 +40,8 @@ class HostTier:
         self._store = store
         layouts = layouts or store.inventory.layouts
         self.pools = tuple(SlabPool(layout, n, page_locked=page_locked) for layout, n in zip(layouts, slabs, strict=True))
+        counts = collections.Counter(layer.geometry for layer in store.inventory.layers for _ in range(layer.num_experts))
+        self._holds_all = [n >= counts[geometry] for geometry, n in enumerate(slabs)]
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Least recently used first.
@@ -100,6 +102,14 @@ class HostTier:
             if self._closed:
                 raise ClosedError("the engine was closed while an expert waited for room in host memory")
             self._changed.wait()
+
+    def lease_for_good(self, expert: ExpertId) -> HostLease | None:
+        """The record of an expert that is here and never leaves, as nothing does where all of a geometry fit; else None."""
+        geometry = self._geometry(expert)
+        if not self._holds_all[geometry]:
+            return None
+        slab = under(self._lock, self._slab, expert)
+        return None if slab is None else HostLease(self.pools[geometry], slab, 0)
 
     def has(self, experts: Iterable[ExpertId]) -> list[bool]:
         """For each expert, whether its complete record is here."""

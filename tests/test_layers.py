@@ -35,6 +35,8 @@ OPTIONAL = {
 
 # The files that are such a package's own: whoever imports one does so inside a function, or is one of them.
 BEHIND_AN_EXTRA = {
+    "vismoe/kernels/gpu/attention_programs.py",
+    "vismoe/kernels/gpu/row_programs.py",
     "vismoe/kernels/gpu/programs.py",
     "vismoe/models/inputs/remote_images.py",
     *(

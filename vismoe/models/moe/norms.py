@@ -1,4 +1,4 @@
-"""Lets the CPU kernels compute the decoder's root-mean-square norms: one call instead of six operations of torch.
+"""Lets the kernels compute the decoder's root-mean-square norms, on a CPU or a GPU: one call, where torch takes six operations.
 
 A norm is known by its numbers: its module's output is compared with that of each known form. The result for a row does not depend
 on the other rows, so it is ours for any number of them; it is rounded once, where many modules round twice. The change is a
@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vismoe.kernels import cpu, rows
+from vismoe.kernels import cpu
 from vismoe.models.family.components import is_vision
+from vismoe.models.moe import row_kernels
 from vismoe.models.moe.own_forward import give_forward
 
 PROBE_SIZES = (1e-3, 1.0, 30.0)  # of rows: where eps weighs, and where it does not
+MEMORIES = ("cpu", "cuda")  # whose kernels there are
 TOLERANCE = 1e-5  # of float32; the forms differ by far more on the probe
 MOST_EPS = 0.1
 
@@ -49,12 +51,13 @@ def norm_form(module: nn.Module) -> NormForm | None:
     )
     if not alone or (weight is None and "norm" not in name.lower()) or len(_arguments(module)) != 1:
         return None
-    if weight is not None and (weight.ndim != 1 or weight.device.type != "cpu" or weight.dtype not in cpu.DTYPES):
+    if weight is not None and (weight.ndim != 1 or weight.device.type not in MEMORIES or weight.dtype not in cpu.DTYPES):
         return None
+    near = None if weight is None else weight.detach().cpu()
     epsilons = {value for value in vars(module).values() if isinstance(value, float) and 0 < value <= MOST_EPS}
     for eps in sorted(epsilons):
         for unit in (0.0, 1.0) if weight is not None else (0.0,):
-            if _acts_like(module, weight, NormForm(eps, unit)):
+            if _acts_like(module, near, NormForm(eps, unit)):
                 return NormForm(eps, unit)
     return None
 
@@ -66,19 +69,17 @@ def _arguments(module: nn.Module) -> list[str]:
 @torch.no_grad()
 def _acts_like(module: nn.Module, weight: torch.Tensor | None, form: NormForm) -> bool:
     """Whether the module computes the form: in float32 with weights of a wave, and in its own type, which must be that of its
-    result."""
+    result. On the CPU, with its weight as it is there."""
     width = 64 if weight is None else weight.shape[0]
     wave = torch.sin(torch.arange(4 * width, dtype=torch.float32) * 2.3).view(4, width)
     x = torch.stack([size * row for size, row in zip(PROBE_SIZES, wave)])
-    twin = copy.copy(module)
-    if weight is not None:
-        twin.__dict__["_parameters"] = {"weight": nn.Parameter(0.5 + wave[3])}
+    twin, typed_twin = _with_weight(module, 0.5 + wave[3]), _with_weight(module, weight)
     factor = 1.0 if weight is None else form.unit + 0.5 + wave[3].double()
     wide = x.double()
     expected = wide * (wide.square().mean(-1, keepdim=True) + form.eps).rsqrt() * factor
     dtype = torch.bfloat16 if weight is None else weight.dtype
     try:
-        result, typed = type(module).forward(twin, x.clone()), type(module).forward(module, x.to(dtype))
+        result, typed = type(module).forward(twin, x.clone()), type(module).forward(typed_twin, x.to(dtype))
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return False
     if not isinstance(result, torch.Tensor) or not isinstance(typed, torch.Tensor) or typed.dtype is not dtype:
@@ -86,10 +87,18 @@ def _acts_like(module: nn.Module, weight: torch.Tensor | None, form: NormForm) -
     return result.shape == x.shape and torch.allclose(result.double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def _with_weight(module: nn.Module, weight: torch.Tensor | None) -> nn.Module:
+    """A copy of a module that has one parameter at most, with another weight in its place."""
+    twin = copy.copy(module)
+    if weight is not None and module._parameters.get("weight") is not None:
+        twin.__dict__["_parameters"] = {"weight": nn.Parameter(weight)}
+    return twin
+
+
 def _forward(reference: Any, form: NormForm, x: torch.Tensor) -> torch.Tensor:
     module = reference()
     weight = module._parameters.get("weight")
-    known = x.dtype in rows.NUMBER_OF and x.is_cpu and (weight is None or (weight.dtype is x.dtype and weight.is_cpu))
-    if not known or torch.is_grad_enabled():
+    kernels = None if torch.is_grad_enabled() else row_kernels.kernels_of(x)
+    if kernels is None or not (weight is None or row_kernels.alike(x, weight)):
         return type(module).forward(module, x)
-    return rows.norm(x, weight, *form)
+    return kernels.norm(x, weight, *form)

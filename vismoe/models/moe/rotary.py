@@ -1,8 +1,8 @@
-"""Lets the CPU kernels turn queries and keys by their positions in one call, where torch takes sixteen operations.
+"""Lets the kernels turn queries and keys by their positions, on a CPU or a GPU: one call, where torch takes sixteen operations.
 
-The kernel rounds where torch does and gives the same bits. Attention modules of transformers call a function of their file for
-it, `apply_rotary_pos_emb`. Where that function equals the known form bit for bit, the module object gets a `forward` of the same
-code that calls ours instead.
+The kernels round where torch does and give the same bits. Attention modules of transformers call a function of their file for it,
+`apply_rotary_pos_emb`. Where that function equals the known form bit for bit, as tried on the CPU, the module object gets a
+`forward` of the same code that calls ours instead.
 """
 
 import types
@@ -16,6 +16,7 @@ from torch import nn
 from vismoe.kernels import rows
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.family.components import is_vision
+from vismoe.models.moe import row_kernels
 from vismoe.models.moe.own_forward import give_forward, with_names
 
 NAME = "apply_rotary_pos_emb"
@@ -72,18 +73,18 @@ def _equals(turn: Callable[..., Any], turned: int) -> bool | None:
 
 def _turned(turn: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """The known form takes queries, keys, cosines and sines; some families call theirs otherwise, too."""
-    if named or len(given) != 4 or torch.is_grad_enabled() or not _fits(*given):
-        return turn(*given, **named)
-    return rows.rotate(*given)
+    kernels = None
+    if not named and len(given) == 4 and not torch.is_grad_enabled() and _fits(*given):
+        kernels = row_kernels.kernels_of(given[0])
+    return turn(*given, **named) if kernels is None else kernels.rotate(*given)
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    dtype = q.dtype
-    alike = dtype in rows.NUMBER_OF and k.dtype is dtype and cos.dtype is dtype and sin.dtype is dtype and q.is_cpu and k.is_cpu
+    alike = all(row_kernels.alike(q, other) for other in (k, cos, sin))
     if not alike or not rows.by_token(q) or not rows.by_token(k) or not cos.is_contiguous() or not sin.is_contiguous():
         return False
     angles = (q.shape[0], q.shape[2], cos.shape[-1])
-    return cos.shape == angles and sin.shape == angles and angles[2] <= q.shape[3] == k.shape[3] and cos.is_cpu
+    return cos.shape == angles and sin.shape == angles and angles[2] <= q.shape[3] == k.shape[3]
 
 
 def _forward(reference: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

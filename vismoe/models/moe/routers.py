@@ -1,4 +1,5 @@
-"""Lets the CPU kernels compute routers of few rows: the product by the linears' kernel, and if they know it the choice, too.
+"""Lets the kernels compute routers: on the CPU those of few rows, the product by the linears' kernel, and if they know it the
+choice, too; on a GPU the choice behind torch's product, by one launch instead of eight.
 
 A router whose choice is that of the largest softmax is computed in two calls. Any other runs its own code, in which the product
 alone is ours: there `F.linear` and the router's weight are stand-ins, and casts of the weight, which torch would make for each
@@ -6,6 +7,7 @@ token, do nothing. Either is compared with what the router makes of some vectors
 `forward` on the module object, and serves as many rows as that of a linear.
 """
 
+import copy
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -17,11 +19,13 @@ from torch import nn
 from torch.nn import functional
 
 from vismoe.kernels import cpu, rows
+from vismoe.kernels.gpu import rows as gpu_rows
 from vismoe.lookahead.gate import biases_of
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.moe.linears import HALVES, few
 from vismoe.models.moe.own_forward import give_forward, with_names
+from vismoe.models.moe.row_kernels import alike
 
 Router = Callable[..., Any]  # (module, hidden_states, ...) -> what the module returns
 PROBE_ROWS, PROBE_LOGIT = 8, 4.0  # how many vectors, and their largest logit
@@ -48,7 +52,13 @@ def router_of(module: nn.Module, biases: dict[str, torch.Tensor]) -> Router | No
     """What computes the same as a router with the kernels; None for modules that are none, or differ. biases: the arguments
     beside the hidden states."""
     weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 2 or weight.dtype not in HALVES or not weight.is_cpu or not weight.is_contiguous():
+    if weight is None or weight.ndim != 2 or weight.dtype not in HALVES or not weight.is_contiguous():
+        return None
+    on_gpu = weight.is_cuda
+    if on_gpu:  # compared on the CPU
+        weight, module = nn.Parameter(weight.detach().cpu(), requires_grad=False), copy.copy(module)
+        module.__dict__["_parameters"] = {**module._parameters, "weight": weight}
+    elif not weight.is_cpu:
         return None
     with torch.no_grad():
         wave = torch.sin(torch.arange(PROBE_ROWS * weight.shape[1], dtype=torch.float32) * 2.3).view(PROBE_ROWS, -1)
@@ -57,6 +67,8 @@ def router_of(module: nn.Module, biases: dict[str, torch.Tensor]) -> Router | No
         try:
             made = _parts(type(module).forward(module, x, **biases))
             for router in _candidates(module, made):
+                if on_gpu and router.func is not _largest_softmax:
+                    continue
                 if _agree(made, _parts(router(module, x, **biases))):
                     return router
         except ERRORS:
@@ -72,7 +84,7 @@ def chosen_by(module: nn.Module) -> tuple[int, bool, torch.dtype] | None:
     return router.args if isinstance(router, partial) and router.func is _largest_softmax else None
 
 
-def _candidates(module: nn.Module, made: list[torch.Tensor]) -> Iterator[Router]:
+def _candidates(module: nn.Module, made: list[torch.Tensor]) -> Iterator["partial[Any]"]:
     own: Any = type(module).forward
     alone = len(module._parameters) == 1 and not module._buffers and len(inspect.signature(own).parameters) == 2
     if alone and len(made) == 3:
@@ -109,7 +121,11 @@ def _agree(theirs: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
 # ------------------------------------------------------------------ the two ways
 def _largest_softmax(top_k: int, normalised: bool, dtype: torch.dtype, module: Any, hidden_states: torch.Tensor) -> Any:
     """(logits `[T, E]`, weights `[T, K]`, ids `[T, K]`)."""
-    logits = cpu.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), module.weight)
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if flat.is_cuda:
+        logits = functional.linear(flat, module.weight)
+        return (logits, *gpu_rows.choose(logits, top_k, normalised, dtype))
+    logits = cpu.linear(flat, module.weight)
     return (logits, *rows.choose(logits, top_k, normalised, dtype))
 
 
@@ -156,7 +172,7 @@ def _forward(reference: Any, router: Router, hidden_states: torch.Tensor, *more:
     module = reference()
     weight = module.weight
     count = hidden_states.numel() // weight.shape[1]
-    fits = few(count) and hidden_states.dtype is weight.dtype and hidden_states.is_cpu and weight.is_cpu
+    fits = (few(count) or weight.is_cuda) and alike(hidden_states, weight)
     if not fits or torch.is_grad_enabled():
         return type(module).forward(module, hidden_states, *more, **named)
     return router(module, hidden_states, *more, **named)

@@ -25,24 +25,28 @@ pytestmark = pytest.mark.skipif(not (HERE_TOO or (BESIDE / "triton").is_dir()), 
 def run(*arguments: str | Path, **environment: str) -> str:
     """A Python process that has Triton; what it printed."""
     paths = [str(HERE), *([] if HERE_TOO else [str(BESIDE)]), os.environ.get("PYTHONPATH", "")]
-    both = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    both = {**outer, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
     ran = subprocess.run([sys.executable, *arguments], env=both, capture_output=True, text=True, cwd=HERE.parent)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-4000:]
     return ran.stdout
 
 
 @pytest.mark.budget(math.inf)
-def test_the_programs_compute_what_the_oracles_do(request):
+@pytest.mark.parametrize("file", ["gpu_kernels.py", "gpu_attention.py", "gpu_rows.py", "gpu_graphs.py"])
+def test_the_programs_compute_what_the_oracles_do(request, file):
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     same = [f"--{name}" for name in ("quick", "store-seconds") if request.config.getoption(name.replace("-", "_"))]
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *same, HERE / "gpu_kernels.py", **interpreted)
+    alone = ("-p", "no:xdist") if interpreted else ("-n", "4")  # a GPU waits for the host, which compiles
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", *alone, *same, HERE / file, **interpreted)
 
 
 @pytest.mark.budget(60)
 def test_the_programs_compile_for_gpus_that_are_not_here_as_they_were_meant(tmp_path):
     """In the shapes of Qwen3-30B-A3B. Nothing is spilled, and the shared memory of a consumer's GPU suffices. Weights are loaded
     16 bytes at once. Products use the one instruction whose order of additions all tiles share. No multiplication is fused with
-    an addition, which would depend on the compiler.
+    an addition, which would depend on the compiler. Attention is compiled once for any number of tokens, its combination
+    once more for a number that the host does not know.
     """
     rows, formats = ("16,32", "raw,int8,int4,int2") if SEARCHING else ("16", "raw,int4")
     found = json.loads(run(HERE / "gpu_compile.py", "80,90,100", rows, formats, TRITON_CACHE_DIR=str(tmp_path)))
@@ -52,3 +56,7 @@ def test_the_programs_compile_for_gpus_that_are_not_here_as_they_were_meant(tmp_
         assert made["shared_bytes"] <= 99 * 1024 and made["registers"] <= 168, made
         if made["program"] in ("up", "down"):
             assert made["mma.sync"] > 0 and (made["16-byte loads"] >= 8 or made["format"] == "int2"), made
+        if made["program"] in ("attend", "attend_in_place"):
+            assert made["mma.sync"] > 0 and made["16-byte loads"] >= 16, made
+    attention = [made["program"] for made in found if made["format"] == "attention"]
+    assert attention == ["attend", "attend_in_place", "combine", "combine"] * 3

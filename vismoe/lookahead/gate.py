@@ -5,8 +5,10 @@ After the attention of layer l, the residual stream already resembles the one th
 stream have no gate lookahead; `of` returns the reason.
 """
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +156,21 @@ class Capture:
 
     def look(self, residual: torch.Tensor) -> None:
         self._gate.capture(self._layer, residual)
+        if (heard := getattr(_hearing, "heard", None)) is not None:
+            heard.append((self, residual))
+
+
+_hearing = threading.local()
+
+
+@contextlib.contextmanager
+def hearing() -> Iterator[list[tuple[Capture, torch.Tensor]]]:
+    """What this thread's hooks were shown within, for passes that are replayed without calling any: they `look` again."""
+    _hearing.heard = heard = list[tuple[Capture, torch.Tensor]]()
+    try:
+        yield heard
+    finally:
+        _hearing.heard = None
 
 
 class PlainRouters:

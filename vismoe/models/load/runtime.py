@@ -8,6 +8,7 @@ import gc
 import logging
 import traceback
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from vismoe.models.load.host_rates import upgrade_rates
 from vismoe.models.load.opening import Configuration, Experts
 from vismoe.models.moe.attention import group_queries
 from vismoe.models.moe.compute import FastExperts, TorchExperts
+from vismoe.models.moe.decode_graph import WARM_PASSES, serve_decode_graphs
 from vismoe.models.moe.decoder_layers import serve_decoder_layers
 from vismoe.models.moe.draft_pool import DraftPool
 from vismoe.models.moe.experts import bind
@@ -41,6 +43,7 @@ from vismoe.models.moe.step_context import ExpertService, StepContext
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.models.visual.settings import attach_pruner, fewer_experts
 from vismoe.paging.miss import Upgrades
+from vismoe.paging.page_table import DEVICE_RING_MOST, RING_MOST
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import Decoding, DeviceMover, DiskMover, EmulatedLinkMover, Mover
 from vismoe.planning.parts import COPY_STREAMS
@@ -183,17 +186,18 @@ def build(model: Any, configuration: Configuration) -> Runtime:
         linears, routers = serve_linears(model), serve_routers(model)
         up_to = f"up to {MOST_ROWS} rows" + (", and linear layers of any number" if served(MOST_ROWS + 1) else "")
         backends["linears"] = f"fast: {linears} linear layers of the decoder and {routers} routers, {up_to}"
-        backends["norms"] = (
-            f"fast: {serve_norms(model)} of the decoder, and rotary embeddings of {serve_rotations(model)} attentions"
-        )
-        why_not = group_queries(model)
-        backends["attention"] = f"transformers' own ({why_not})" if why_not else "fast for single tokens, else torch"
+        backends["norms"] = _serve_rows(model)
+        backends["attention"] = _serve_attention(model)
         layers, with_experts = serve_decoder_layers(model)
         backends["layers"] = (
             f"one call for all of a single token in {layers} decoder layers, in {with_experts} of them with their experts"
         )
+    elif configuration.experts.gpu_kernels is not None:
+        backends["linears"] = f"torch's, and the choices of {serve_routers(model)} routers fast"
+        backends["norms"] = _serve_rows(model)
+        backends["attention"] = _serve_attention(model)
     try:
-        lookahead, gate, backends["lookahead"] = choose_lookahead(model, decoder_layers(inventory), settings, calibration)
+        lookahead, gate, backends["lookahead"] = choose_lookahead(model, decoder_layers(inventory), settings, calibration, device)
     except VisMoEError:
         configuration.stores.close()
         raise
@@ -206,10 +210,23 @@ def build(model: Any, configuration: Configuration) -> Runtime:
     context = StepContext(device, inputs, pruner, fewer_experts(settings, inventory))
     runtime = Runtime(model, configuration, context, backends)
     bind(model, context)
+    if configuration.experts.gpu_kernels is not None:
+        serve_decode_graphs(model, context, partial(backends.__setitem__, "layers"))
+        backends["layers"] = f"CUDA graphs for single tokens, after {WARM_PASSES} of them"
     logger.info("backends: %s", backends)
     model._vismoe_runtime = runtime
     weakref.finalize(model, runtime.close)
     return runtime
+
+
+def _serve_rows(model: Any) -> str:
+    """Let the kernels compute norms and rotary embeddings; says of how many modules."""
+    return f"fast: {serve_norms(model)} of the decoder, and rotary embeddings of {serve_rotations(model)} attentions"
+
+
+def _serve_attention(model: Any) -> str:
+    why_not = group_queries(model)
+    return f"transformers' own ({why_not})" if why_not else "fast for single tokens, else torch"
 
 
 def runtime_of(model: Any) -> Runtime:
@@ -261,6 +278,7 @@ def _service(
         deterministic=settings.deterministic and policy is not None,
         may_stream=not settings.deterministic,
         fill=experts.gpu_kernels is not None and not settings.deterministic,  # passes without the pager need every expert
+        ring_most=DEVICE_RING_MOST if device.type == "cuda" else RING_MOST,
         metrics=metrics,
     )
     try:

@@ -1,8 +1,8 @@
-"""Attention of one new token on the CPU, through transformers' attention interface: by the kernels where they can.
+"""Attention of one new token, through transformers' attention interface: by the kernels where they can.
 
-Where they cannot, grouped queries become rows of one head. transformers passes every query head with a single row to torch and
-lets torch repeat the keys' heads, with which its bfloat16 attention takes nine times as long (1,880 against 210 us for 32 query
-heads, 4 key heads of 128 and 300 tokens, on two cores). The arithmetic is the same.
+Where they cannot on the CPU, grouped queries become rows of one head. transformers passes every query head with a single row to
+torch and lets torch repeat the keys' heads, with which its bfloat16 attention takes nine times as long (1,880 against 210 us for
+32 query heads, 4 key heads of 128 and 300 tokens, on two cores). The arithmetic is the same.
 """
 
 import inspect
@@ -18,6 +18,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from vismoe.kernels import cpu
 from vismoe.kernels.attention import Sequenced, attend, takes
+from vismoe.kernels.gpu import attention as gpu_attention
+from vismoe.models.moe.captured_pass import captured_pass
 from vismoe.models.moe.rows import by_row, rows_mask
 
 IMPLEMENTATION = "vismoe_sdpa"
@@ -28,7 +30,14 @@ def grouped_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """query `[B, heads, T, D]`, key and value `[B, key heads, S, D]` -> `[B, T, heads, D]`, as transformers' own function."""
-    if query.shape[2] != 1 or query.device.type != "cpu" or not _plain(options):
+    if query.shape[2] != 1 or not _plain(options):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    captured = captured_pass()
+    if captured is not None and (attended := captured.attend(module, query, key, value, options)) is not None:
+        return attended, None
+    if attention_mask is None and not torch.is_grad_enabled() and gpu_attention.takes(query, key, value):
+        return gpu_attention.attend(query, key, value, _scale(query, options)), None
+    if query.device.type != "cpu":
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     out = of_sequences(query, _sequences(key, value, attention_mask), options)
     if out is not None:
@@ -48,8 +57,12 @@ def of_sequences(query: torch.Tensor, sequences: Sequence[Sequenced], options: M
     """
     if torch.is_grad_enabled() or not _plain(options) or cpu.setup().isa == "portable" or not takes(query, sequences):
         return None
-    scale = options.get("scaling")
-    return attend(query, sequences, query.shape[3] ** -0.5 if scale is None else scale)
+    return attend(query, sequences, _scale(query, options))
+
+
+def _scale(query: torch.Tensor, options: Mapping[str, Any]) -> float:
+    scale: float | None = options.get("scaling")
+    return query.shape[3] ** -0.5 if scale is None else scale
 
 
 def _plain(options: Mapping[str, Any]) -> bool:

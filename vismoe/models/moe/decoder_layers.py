@@ -111,11 +111,11 @@ class LayerWatch:
         self._norms = [layer.behind for layer in layers]
         silent = [module for layer in layers for module in layer.silent]
         heard = [*silent, *self._norms]
-        self._forwards = _Things([module.__dict__ for module in heard], ["forward"] * len(heard))
+        self._forwards = Things([module.__dict__ for module in heard], ["forward"] * len(heard))
         self._listeners = [hooks for module in silent for hooks in (module._forward_pre_hooks, module._forward_hooks)]
         self._listeners += [layer.behind._forward_hooks for layer in layers]
         places = [place for layer in layers for place in layer.places]
-        self._parts = _Things([held for held, _ in places], [name for _, name in places])
+        self._parts = Things([held for held, _ in places], [name for _, name in places])
         self._tensors = [thing for thing in self._parts.there if isinstance(thing, torch.Tensor)]
         self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
         # By the identity of angles: these, their cache (weak), whether all fits.
@@ -139,7 +139,7 @@ class LayerWatch:
             return False
         return (
             all(name in KNOWN or value is None or value is False for name, value in given.items())
-            and not any(map(_listens, filter(None, (*self._listeners, *EVERYWHERE))))
+            and not any(map(listens, filter(None, (*self._listeners, *EVERYWHERE))))
             and all(type(hook) is Capture for norm in self._norms for hook in norm._forward_pre_hooks.values())
             and all(_as_compared(attention, scale) for attention, scale in self._attentions)
             and (self._forwards.stay() or all(map(_same_forward, self._forwards.now(), self._forwards.there)))
@@ -148,7 +148,7 @@ class LayerWatch:
         )
 
 
-def _listens(hooks: Mapping[Any, Any]) -> bool:
+def listens(hooks: Mapping[Any, Any]) -> bool:
     """Whether one of the hooks does something now. Those with which transformers collects outputs stay when it has them."""
     return any(
         not isinstance(hook, FunctionType)
@@ -242,10 +242,10 @@ def _nothing_between(layer: "ServedLayer", later: "ServedLayer") -> bool:
     before, after = layer.module(), later.module()
     if before is None or after is None or not (_is_served(before) and _is_served(after)):  # wrapped, or no longer served
         return False
-    return not any(map(_listens, filter(None, (before._forward_hooks, after._forward_pre_hooks))))
+    return not any(map(listens, filter(None, (before._forward_hooks, after._forward_pre_hooks))))
 
 
-class _Things:
+class Things:
     """What dictionaries hold by these names, `there` at first; looked at once for each token, so without a loop in Python."""
 
     def __init__(self, held: Sequence[Any], names: Sequence[str]):

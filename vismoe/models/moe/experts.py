@@ -19,11 +19,13 @@ from transformers.integrations.moe import ExpertsInterface
 from vismoe.errors import BusyError, UnsupportedModelError
 from vismoe.kernels.decoder_layer import Cached, DecoderLayer
 from vismoe.models.family.families import expert_modules
+from vismoe.models.moe.captured_pass import captured_pass
 from vismoe.models.moe.draft_pool import DraftPool
 from vismoe.models.moe.format_choice import FormatChooser
-from vismoe.models.moe.gpu_experts import GpuExperts
+from vismoe.models.moe.gpu_experts import GpuExperts, GpuWork
 from vismoe.models.moe.resident import ResidentLayers
 from vismoe.models.moe.step_context import ExpertService, Interrupted, Step, StepContext
+from vismoe.paging.lent import Group
 from vismoe.pools.readback import on_host
 from vismoe.timeline import COMPUTE
 from vismoe.types import Phase, TokenKind
@@ -51,10 +53,20 @@ class PagedLayer:
 
     def __init__(self, context: StepContext, layer: int):
         self.context, self.layer = context, layer
+        self.whole: Callable[[Group], torch.Tensor | None] | None = (
+            None  # a graph that computes the layer, if one group has its experts
+        )
         self._left_out = self._skipped = 0  # choices of this pass that the policy left out: of padding, of real tokens
 
     def run(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """The layer's output `[T, H]`."""
+        captured = captured_pass()
+        if captured is not None:
+            return captured.experts(self, module, hidden, index, factors)
+        return self.computed(module, hidden, index, factors)
+
+    def computed(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """The same, in any pass."""
         short = self._short()
         if short is not None:
             out = short.run(self.context.step.phase, self.layer, hidden, index, factors)
@@ -172,6 +184,8 @@ class PagedLayer:
             if not pager.inventory.low_layouts:
                 high, first = None, ()  # there is one format
         work = serving.backend.begin(layer, module, routing, hidden, factors)
+        if self.whole is not None and chooser is None and not step.fewer and isinstance(work, GpuWork):
+            work.whole = self.whole
         keep = None if decoding else _last_tokens_experts(step, routing)
         tokens = work.tokens if pager.ways is not None or high is not None else None
         with pager.demand(layer, work.experts, keep, _real_tokens_experts(step, routing), tokens, high, first) as lease:

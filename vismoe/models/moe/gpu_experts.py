@@ -7,7 +7,7 @@ Shapes: hidden `[T, H]`, routing and factors `[T, K]`; P pairs, sorted by expert
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -50,7 +50,7 @@ class GpuExperts:
         self.inventory, self.kernels, self.host, self._ring = inventory, kernels, host, ring
         self._lying: list[np.ndarray] = []  # by geometry, the addresses of all experts when all were resident
         self._tables: list[torch.Tensor] = []  # by layer, the same on the device
-        self._places = torch.empty(0, dtype=torch.int32)  # of pairs in the order of the choices
+        self._places: dict[torch.device, torch.Tensor] = {}  # of pairs in the order of the choices
 
     def all_resident(self, pager: Pager, device: torch.device) -> bool:
         """Whether a pass can go without the pager: every expert is in a slab, for good."""
@@ -64,7 +64,6 @@ class GpuExperts:
                 taken[layer.geometry] += layer.num_experts
                 places.append(lying[layer.geometry][first : taken[layer.geometry]])
             self._tables, self._lying = gpu.upload(places, device), lying
-            self._places = torch.arange(gpu.MOST_ARRANGED, dtype=torch.int32, device=device)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # later passes may be on other streams
         return True
@@ -74,6 +73,10 @@ class GpuExperts:
         ring = self._ring
         return ring if ring is not None and ring.decodes(self.inventory.layers[layer].geometry) else None
 
+    def one_format(self, layer: int) -> bool:
+        """Whether all experts of a layer are in one format."""
+        return len(self.kernels[self.inventory.layers[layer].geometry]) == 1
+
     def few_enough(self, layer: int, index: torch.Tensor) -> bool:
         """Whether there are few enough pairs (token, choice) to give each a tile of its own, which reads its expert by itself,
         and a slot, where experts are decoded first."""
@@ -82,8 +85,14 @@ class GpuExperts:
         return pairs <= min(most, max(index.shape[1], self.inventory.layers[layer].num_experts))
 
     def of_residents(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """A layer's output `[T, H]` after `all_resident`, where `few_enough`: four launches, or five where experts are decoded
-        first, and the host reads nothing.
+        """A layer's output `[T, H]` after `all_resident`, where `few_enough`; see `of_table`."""
+        return self.of_table(layer, hidden, index, factors, self._tables[layer])
+
+    def of_table(
+        self, layer: int, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
+        """A layer's output `[T, H]`, where `few_enough`, from experts at the addresses of table int64 `[E]`, on the device: four
+        launches, or five where experts are decoded first, and the host reads nothing.
 
         The bits are those of `begin` and `run`. index `[T, K]` int64.
         """
@@ -96,18 +105,27 @@ class GpuExperts:
         activated, out = torch.empty(pairs, kernel.intermediate, dtype=hidden.dtype, device=device), torch.empty_like(hidden)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             slots = None if ring is None else ring.addresses_there
-            tiles, sums = gpu.arrange(index.contiguous(), self._tables[layer], experts, slots)
+            tiles, sums = gpu.arrange(index.contiguous(), table, experts, slots)
             if ring is not None:
                 ring.decode(geometry, tiles[3])
-            kernel.parts(hidden, self._places, factors, tiles, gpu.FEW_ROWS, activated, parts)
+            kernel.parts(hidden, self.in_order(device), factors, tiles, gpu.FEW_ROWS, activated, parts)
             gpu.combine(parts, sums, len(hidden), out)
         return out
 
-    def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> "_GpuWork":
-        return _GpuWork(self, layer, module, routing, hidden, factors)
+    def in_order(self, device: torch.device) -> torch.Tensor:
+        """Places int32 of pairs that lie in the order of the choices. Made by the first call, which no graph may hold: what a
+        graph makes is there when that graph has been replayed, and the graph of another layer's experts may be the first."""
+        if device not in self._places:
+            self._places[device] = torch.arange(gpu.MOST_ARRANGED, dtype=torch.int32, device=device)
+        return self._places[device]
+
+    def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> "GpuWork":
+        return GpuWork(self, layer, module, routing, hidden, factors)
 
 
-class _GpuWork:
+class GpuWork:
+    """The experts of one layer of a pass; made by `begin`."""
+
     def __init__(
         self, parent: GpuExperts, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor
     ):
@@ -119,6 +137,7 @@ class _GpuWork:
         self.experts, starts, self._tokens, self._places = cpu.route(routing, module.num_experts)
         self._starts = starts.astype(np.int64)
         self._rows = gpu.tile_rows(int(np.diff(self._starts).max(initial=0)))
+        self.whole: Callable[[Group], torch.Tensor | None] | None = None  # computes a group that has all experts of the pass
 
     @property
     def tokens(self) -> list[int]:
@@ -146,18 +165,24 @@ class _GpuWork:
 
     def _combined(self, lease: Lending) -> torch.Tensor:
         hidden, pairs = self._hidden, len(self._tokens)
-        count, sums = gpu.sums_of(self._tokens, len(hidden))
-        places, sums_there = gpu.upload([self._places, sums], hidden.device)
-        parts, activated = self._room(pairs)
+        out, count = torch.empty_like(hidden) if pairs else torch.zeros_like(hidden), 0
         for group in lease.groups(in_order=False):
+            alone = len(group) == len(self.experts) and not group.on_host and group.precisions is None
+            if self.whole is not None and alone and (made := self.whole(group)) is not None:
+                out = made
+                continue
+            if not count:
+                count, sums = gpu.sums_of(self._tokens, len(hidden))
+                places, sums_there = gpu.upload([self._places, sums], hidden.device)
+                parts, activated = self._room(pairs)
             at = np.array([self._index[expert] for expert in group.experts])
             if group.on_host:
                 rows = np.concatenate([np.arange(self._starts[i], self._starts[i + 1]) for i in at])
                 parts.index_copy_(0, *(self._sent(rows) for rows in (torch.from_numpy(rows), self._below.parts_of(group))))
             else:
                 self._compute(group, at, slice(0, pairs), places, parts, activated)
-        out = torch.empty_like(hidden)
-        gpu.combine(parts, sums_there, count, out)
+        if count:
+            gpu.combine(parts, sums_there, count, out)
         return out
 
     def _added(self, lease: Lending) -> torch.Tensor:

@@ -27,12 +27,13 @@ Critical = Callable[[int, np.ndarray, bool], np.ndarray]
 
 
 def choose_lookahead(
-    model: Any, inventory: ExpertInventory, settings: Settings, calibration: Calibration | None
+    model: Any, inventory: ExpertInventory, settings: Settings, calibration: Calibration | None, device: torch.device
 ) -> tuple[Lookahead | None, GateLookahead | None, str]:
     """(the lookahead, the gate that recordings may use, a sentence about it).
 
-    `auto` is the lookahead that was best when the model was calibrated, else `gate` if the family has one. Raises ConfigError if
-    the requested one does not exist, or if the calibration belongs to another model.
+    `auto` is the lookahead that was best when the model was calibrated, else `gate` if the family has one, and none on a GPU: to
+    ask it there, and to copy what it names, takes the interpreter longer than the link takes for what it saves (docs/gpu.md).
+    Raises ConfigError if the requested one does not exist, or if the calibration belongs to another model.
     """
     if calibration is not None:
         calibration.refuse_others(model, inventory, model.config.get_text_config().hidden_size)
@@ -45,6 +46,9 @@ def choose_lookahead(
         learned = LearnedLookahead.of(model, inventory, calibration)
         return learned, learned.gate, f"learned, {learned.sizes.window} layers ahead ({calibration.folder}{won})"
     gate = GateLookahead.of(model, inventory, settings.window)
+    uncalibrated = settings.lookahead == "auto" and calibration is None
+    if isinstance(gate, GateLookahead) and uncalibrated and device.type == "cuda":
+        return None, gate, "none: on a GPU it costs more than it saves; lookahead='gate' asks it all the same"
     if isinstance(gate, GateLookahead):
         return gate, gate, f"gate, {settings.window} layers ahead{won}"
     if settings.lookahead == "gate":

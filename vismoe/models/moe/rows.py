@@ -29,6 +29,7 @@ from vismoe.models.family.caches import CACHE, CACHE_NAMES
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.mtp import of_mtp
 from vismoe.models.inputs.prompts import TOKEN_KINDS
+from vismoe.models.moe.captured_pass import captured_pass
 from vismoe.models.moe.own_forward import give_forward
 from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.models.visual.pruned_cache import PrunedLayer
@@ -242,7 +243,10 @@ def mask_alone(layer: Any, keys: torch.Tensor) -> torch.Tensor | None:
 
 def rows_mask(*args: Any, **kwargs: Any) -> Any:
     """transformers' mask function; in a shared pass there is none, each row makes its own."""
-    return None if running_rows() is not None else sdpa_mask(*args, **kwargs)
+    if running_rows() is not None:
+        return None
+    captured = captured_pass()
+    return sdpa_mask(*args, **kwargs) if captured is None else captured.mask(partial(sdpa_mask, *args, **kwargs))
 
 
 # -- whole mixers by row

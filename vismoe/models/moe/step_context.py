@@ -147,6 +147,7 @@ class StepContext:
         self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
         self.encodes_with_experts = False  # a vision tower has routed experts
         self.more_tokens = 0  # than the planned context, that all sequences of a pass may have: experts gave them their memory
+        self.captured: list[Any] = []  # graphs of decode passes, to `drop` when other experts serve
         self._reading_prompt = False
         self._drafts: DraftPool | None = None  # of the passes that are drafts now
         self._kinds: np.ndarray | None = None
@@ -173,6 +174,8 @@ class StepContext:
         """Close what serves and let go of it, until `serve` is called."""
         self.serving.close()
         self.now_serving = self._short = None
+        for graphs in self.captured:
+            graphs.drop()
         self.step = Step()
         self.lookahead_inputs.serve(None, None)
 
@@ -286,7 +289,7 @@ class StepContext:
         kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
         decoding = not self._reading_prompt and (new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS))
         phase = Phase.PREFILL if not decoding else Phase.DECODE if self._drafts is None else Phase.DRAFT
-        if past and isinstance(serving.backend, FastExperts) and type(cache) is DynamicCache:
+        if past and isinstance(serving.backend, FastExperts | GpuExperts) and type(cache) is DynamicCache:
             _let_grow(cache, (serving.plan.context + self.more_tokens) // batch)
         if self._drafts is not None:
             self._begin_draft(phase, batch, batch * new)

@@ -74,6 +74,18 @@ class GrowingLayer(DynamicLayer):
         fits = shape[0] == 1 and shape[2] + self._behind + tokens <= keys.shape[2]
         return fits and self._keys.data_ptr() == keys.data_ptr() and self._values.data_ptr() == values.data_ptr()
 
+    def make_room(self, tokens: int) -> bool:
+        """The same, with more memory if it may have more."""
+        if self.has_room(tokens):
+            return True
+        keys, values = self.keys, self.values
+        if keys is None or not keys.numel() or len(keys) != 1 or self.room is None or self.room < keys.shape[2] + tokens:
+            return False
+        self.keys, key_room = _grown(keys[..., :0, :], keys, None, self.room)
+        self.values, value_room = _grown(values[..., :0, :], values, None, self.room)
+        self._held = None if key_room is None or value_room is None else (key_room, value_room)
+        return self.has_room(tokens)
+
     def place(self, later: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(memory of the keys and of the values, `[1, heads, room, D]`, the tokens in it) with one more, or `later` more than
         that, which the caller writes as the last one and then counts by `one_more`."""

@@ -67,6 +67,16 @@ class PrunedPass:
         return np.concatenate([np.empty((int(self.visual.sum()), 0), np.int64), *addresses], axis=1)
 
 
+class Narrowing:
+    """A hook of a decoder layer behind which tokens may be dropped."""
+
+    def __init__(self, pruner: "VisualPruner", index: int):
+        self._pruner, self._index = pruner, index
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        return self._pruner.narrow(self._index, args, kwargs)
+
+
 class VisualPruner:
     """Made by `VisualPruner.of`; bound to one model, one pass at a time.
 
@@ -105,7 +115,7 @@ class VisualPruner:
         self._most_experts = max((int(experts.num_experts) for _, experts in self._experts), default=0)  # type: ignore[arg-type]
         self._noting: list[Any] = []  # hooks, only while a pass drops tokens: others would pay for them
         for index in range(prune_layer, len(layers)):
-            self._hooks.append(layers[index].register_forward_pre_hook(self._narrow(index), with_kwargs=True))
+            self._hooks.append(layers[index].register_forward_pre_hook(Narrowing(self, index), with_kwargs=True))
         setattr(decoder, PRUNED_BY, self)
         self._join = getattr(decoder, "_deepstack_process", None)
         if self._join is not None:
@@ -157,6 +167,11 @@ class VisualPruner:
     def dropping(self) -> bool:
         """Whether the current pass drops visual tokens and has not yet done so."""
         return self._pass is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the current pass goes through all layers as if there was no pruner."""
+        return self._pass is None and self._rows is None
 
     def begin_request(self) -> None:
         """Forget the images of the previous request, even if it failed."""
@@ -294,13 +309,11 @@ class VisualPruner:
         return list(zip(edges, edges[1:], images, strict=False))
 
     # -- from prune_layer on
-    def _narrow(self, index: int) -> Callable[..., Arguments | None]:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-            if self._pass is not None:
-                args, kwargs = self._drop(self._pass, args, kwargs)
-            return None if self._rows is None else self._handed(index, self._rows, args, kwargs)
-
-        return hook
+    def narrow(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """What layer `index` is to be given in place of these; None: these."""
+        if self._pass is not None:
+            args, kwargs = self._drop(self._pass, args, kwargs)
+        return None if self._rows is None else self._handed(index, self._rows, args, kwargs)
 
     def _drop(self, step: PrunedPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Narrows the rest of the pass to kept rows; returns the layer's arguments with narrowed hidden states."""

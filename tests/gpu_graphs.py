@@ -1,0 +1,254 @@
+"""Run by test_gpu_kernels.py: decode passes as CUDA graphs, on a GPU, or simulated with interpreted programs.
+
+They are to have the bits of passes without graphs, whatever is resident and whichever cache they are for.
+"""
+
+import gc
+import json
+import random
+import weakref
+from functools import cache
+
+import pytest
+import simulated_graphs
+import tiny_models
+import torch
+from gpu_kernels import DEVICE, load
+from gpu_kernels import wide_tiles as wide_tiles
+from searching import SEARCHING
+from transformers.utils import output_capturing
+
+import vismoe
+from vismoe.models.family.caches import CACHE, cache_in
+from vismoe.models.moe import attention, decode_graph
+from vismoe.models.moe.decode_graph import CapturedDecoder, CudaGraphs, ExpertsCall, is_served, serve_decode_graphs
+from vismoe.models.visual import growing_cache
+
+WARM, STEPS = 1, 5
+ON_GPU = DEVICE.type == "cuda"
+GRAPHS = CudaGraphs if ON_GPU else simulated_graphs.SimulatedGraphs
+WAITS = {"misses": "wait"} if ON_GPU else {}  # what the CPU computes rounds otherwise
+
+
+@pytest.fixture(autouse=True)
+def recorded_programs(monkeypatch):
+    monkeypatch.setattr(decode_graph, "WARM_PASSES", WARM)
+    if not ON_GPU:
+        simulated_graphs.install(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder, found = tmp_path_factory.mktemp("graphs"), {}
+    for family in ("qwen3_moe", "qwen3_vl_moe"):
+        found[family] = saved = tiny_models.save(family, folder / family, dtype=torch.bfloat16)
+        config = json.loads((saved / "config.json").read_text())
+        text = config.get("text_config", config)
+        text["sliding_window"] = None
+        if "layer_types" in text:
+            text["layer_types"] = ["full_attention"] * len(text["layer_types"])
+        (saved / "config.json").write_text(json.dumps(config))
+    found["sliding"] = tiny_models.save("qwen3_vl_moe", folder / "sliding", dtype=torch.bfloat16)
+    return found
+
+
+class Served:
+    """A model whose decoder is captured, or not; `replays` are counted."""
+
+    def __init__(self, checkpoints, family="qwen3_moe", graphs=True, **settings):
+        self.about, self.made, self.replays, self.family = [], [], 0, family
+        self.model = load(checkpoints[family], context=64, **settings, **WAITS)  # few chunks of attention
+        self.runtime = vismoe.runtime_of(self.model)
+        if not ON_GPU:
+            assert attention.group_queries(self.model) is None
+        for module in filter(is_served, self.model.modules()):
+            del module.forward
+        if graphs:
+            serve_decode_graphs(self.model, self.runtime.context, self.about.append, self._graphs)
+
+    def _graphs(self, device):
+        self.made.append(GRAPHS(device))
+        return self.made[-1]
+
+    def all_resident(self):
+        self.runtime.pager.core.fill = True  # as it is with a GPU
+        self.logits(1, 2)
+        while self.runtime.pager.addresses() is None:
+            pass
+
+    @property
+    def graphs(self):
+        return next(vars(module)["forward"].args[1] for module in self.model.modules() if is_served(module))
+
+    @torch.inference_mode()
+    def logits(self, tokens=5, steps=STEPS) -> torch.Tensor:
+        family = self.family if self.family in tiny_models.ZOO else "qwen3_vl_moe"
+        inputs = {name: t.to(DEVICE) for name, t in tiny_models.prompt(family, tokens, dtype=torch.bfloat16).items()}
+        return torch.stack(tiny_models.greedy(self.model, inputs, steps).logits, dim=1).cpu()
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints):
+    """Logits without graphs, by family, tokens and steps."""
+    models = cache(lambda family: Served(checkpoints, family, graphs=False, memory="20%"))
+    return cache(lambda family="qwen3_moe", tokens=5, steps=STEPS: models(family).logits(tokens, steps))
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """How often a pass was replayed, not for comparison."""
+    found, replay = [], CapturedDecoder.replay
+
+    def counted(decoder, given, *experts):
+        found.append(len(experts) == 0)
+        return replay(decoder, given, *experts)
+
+    monkeypatch.setattr(CapturedDecoder, "replay", counted)
+    return lambda: sum(found)
+
+
+@pytest.mark.budget(30)
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe"])
+@pytest.mark.parametrize("memory", ["100%", "20%"])
+def test_graphs_have_the_bits_of_passes_without_them(family, memory, checkpoints, plain, replays):
+    """All resident: one graph; few slabs: for each layer of experts two more. Another prompt goes through the same."""
+    served = Served(checkpoints, family, memory=memory)
+    layers, passes = len(served.runtime.pager.inventory.layers), WARM + 1
+    if memory == "100%":
+        served.all_resident()
+        passes -= served.graphs._passes
+    for number, tokens in enumerate((5, 9)):
+        assert torch.equal(served.logits(tokens), plain(family, tokens)), tokens
+        assert replays() == (STEPS - 1) * (1 + number) - passes, "every pass but the first ones is replayed"
+    about = "one CUDA graph for a token" if memory == "100%" else f"{layers + 1} CUDA graphs for a token, between its experts"
+    assert served.about == [about]
+    assert ON_GPU or len(served.made[0].made) == (1 if memory == "100%" else 2 * layers + 1)
+    served.runtime.pager.check_integrity()
+
+
+@pytest.mark.budget(20)
+@pytest.mark.parametrize("seed", range(2 if SEARCHING else 1))
+def test_experts_that_do_not_come_together_are_computed_by_launches_between_the_graphs(
+    seed, checkpoints, plain, replays, monkeypatch
+):
+    """Some of a layer's may be on their way, or computed by the CPU; here it is drawn which. The first ones have no graph."""
+    served = Served(checkpoints, memory="20%")
+    draw, whole, asked = random.Random(seed), ExpertsCall.whole, []
+
+    def sometimes(call, group):
+        asked.append(len(asked) >= 3 and draw.random() < 0.5)
+        return whole(call, group) if asked[-1] else None
+
+    monkeypatch.setattr(ExpertsCall, "whole", sometimes)
+    assert torch.equal(served.logits(steps=7), plain(steps=7)) and replays()
+    assert len(set(asked)) == 2
+
+
+def test_graphs_hold_no_request_no_model_and_nothing_of_an_earlier_plan(checkpoints, replays):
+    served = Served(checkpoints, memory="20%")
+    served.logits()
+    (graphs,), context = served.runtime.context.captured, served.runtime.context
+    gc.collect()
+    assert replays() and graphs._captured._held and not any(memory() is not None for memory in graphs._captured._held)
+    context.stop_serving()
+    assert graphs._captured is None
+    model, served.model, served.runtime = weakref.ref(served.model), None, None
+    del graphs, context
+    gc.collect()
+    assert model() is None
+
+
+def test_layers_with_a_sliding_window_are_not_captured(checkpoints, replays):
+    served = Served(checkpoints, "sliding", memory="20%")
+    served.logits()
+    assert served.about == ["no CUDA graph: there is a DynamicSlidingWindowLayer in its cache"] and not replays()
+
+
+def test_a_cache_that_grows_and_a_hook_that_listens_send_passes_through_the_modules(checkpoints, plain, replays, monkeypatch):
+    monkeypatch.setattr(growing_cache, "GROWTH_TOKENS", 3)
+    served = Served(checkpoints, memory="20%")
+    assert torch.equal(served.logits(steps=7), plain(steps=7))
+    grown = replays()
+    assert grown == 7 - 1 - WARM - 1
+    heard = []
+    hook = served.model.model.layers[1].self_attn.register_forward_hook(lambda *_: heard.append(1))
+    assert torch.equal(served.logits(), plain()) and len(heard) == STEPS and replays() == grown
+    hook.remove()
+    assert torch.equal(served.logits(), plain()) and replays() > grown
+
+
+def test_hidden_states_that_are_asked_for_come_from_the_modules(checkpoints, replays):
+    served = Served(checkpoints, memory="20%")
+    served.logits()
+    before = replays()
+    assert before
+    with torch.inference_mode():
+        ids = torch.randint(5, 400, (1, 4), device=DEVICE)
+        cache = cache_in(served.model(input_ids=ids, use_cache=True))
+        asked = served.model(input_ids=ids[:, :1], **{CACHE: cache}, use_cache=True, output_hidden_states=True)
+    assert len(asked.hidden_states) == served.model.config.num_hidden_layers + 1 and replays() == before
+    assert not output_capturing._active_collector.get()
+
+
+def test_what_differs_from_the_pass_before_is_not_replayed(checkpoints, plain, replays, monkeypatch):
+    """A captured pass with other numbers, here of another scale in attention."""
+    attend = CapturedDecoder.attend
+    monkeypatch.setattr(
+        CapturedDecoder, "attend", lambda decoder, module, q, k, v, options: attend(decoder, module, q, k, v, {"scaling": 0.5})
+    )
+    served = Served(checkpoints, memory="20%")
+    assert torch.equal(served.logits(), plain()) and not replays()
+    assert served.about == ["no CUDA graph: the input of the experts of MoE layer 0 has other bits"]
+
+
+@torch.inference_mode()
+def test_a_padded_sequence_keeps_its_mask(checkpoints, replays):
+    served = Served(checkpoints, memory="20%")
+    served.logits()
+    before = replays()
+    ids = torch.randint(5, 400, (1, 6), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]], device=DEVICE)
+    steps = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+    padded = served.model.generate(input_ids=ids, attention_mask=mask, **steps)
+    alone = served.model.generate(input_ids=ids[:, 2:], attention_mask=mask[:, 2:], **steps)
+    assert torch.equal(padded[:, 6:], alone[:, 4:]) and replays() == before + STEPS - 1, "only the second is replayed"
+
+
+def test_passes_in_another_mode_of_inference_are_replayed_too(checkpoints, plain, replays):
+    served = Served(checkpoints, memory="20%")
+    served.logits()
+    before = replays()
+    inputs = {name: t.to(DEVICE) for name, t in tiny_models.prompt(served.family, 5, dtype=torch.bfloat16).items()}
+    with torch.no_grad():
+        logits = torch.stack(tiny_models.greedy(served.model, inputs, STEPS).logits, dim=1).cpu()
+    assert torch.equal(logits, plain()) and replays() == before + STEPS - 1
+
+
+def test_a_decoder_that_reads_token_ids_otherwise_is_not_replayed(checkpoints, replays, monkeypatch):
+    """Captured is what it does with a token's embedding."""
+    served = Served(checkpoints, memory="20%")
+    decoder = type(served.model.model)
+    forward = decoder.forward
+
+    def doubled(module, input_ids=None, inputs_embeds=None, **given):
+        embedded = inputs_embeds if input_ids is None else 2 * module.embed_tokens(input_ids)
+        return forward(module, inputs_embeds=embedded, **given)
+
+    monkeypatch.setattr(decoder, "forward", doubled)
+    served.logits()
+    assert served.about == ["no CUDA graph: the input of the experts of MoE layer 0 has other bits"] and not replays()
+
+
+def test_a_pass_that_cannot_be_captured_says_why(checkpoints, plain, replays, monkeypatch):
+    served = Served(checkpoints, memory="20%")
+    norm = served.model.model.layers[0].input_layernorm
+    forward = norm.forward
+
+    def reads(x):
+        float(x.sum())  # the host waits for a number
+        return forward(x)
+
+    monkeypatch.setattr(norm, "forward", reads)
+    assert torch.equal(served.logits(), plain()) and not replays()
+    assert served.about == ["no CUDA graph: the host waits for aten.item"] or "scalar_dense" in served.about[0]
+    assert torch.rand(3, device=DEVICE).isfinite().all()

@@ -281,10 +281,14 @@ def row(name, way="vismoe", rate=10.0, first=1.0, **more):
 
 def a_report():
     ours = row("vismoe raw 25%", hits=0.25, link_bytes_per_token=2e9, peak_reserved_bytes=7e9, planned_bytes=7e9)
-    rows = [ours, row("transformers", "transformers", 20.0), row("accelerate", "accelerate", 0.4, 5.0)]
+    accelerate = row("accelerate", "accelerate", 0.4) | {"first_token_s": {"2048": 36.0}}
+    rows = [ours, row("transformers", "transformers", 20.0), accelerate, row("vismoe raw 100%", rate=20.0)]
+    alike = [row("vismoe raw 100%", rate=9.0), row("transformers", rate=5.0), row("transformers-compiled", rate=10.0)]
+    alike.append(row("vismoe int4 100%", rate=13.5))
     link = {"rates": [{"page_locked": True, "bytes_per_s": 5e10}, {"page_locked": False, "bytes_per_s": 9e10}]}
     rates = {"link": link | {"device_read_bytes_per_s": 1e12}, "copies": [], "batch_copy": "none"}
     results = {"facts": {"context_bytes": 5e8, "machine": {"gpus": []}}, "rates": rates, "contest": {"rows": rows, "layers": 16}}
+    results["resident"] = {"rows": alike, "layers": 4}
     done = {"status": "done", "seconds": 1.0, "failed": None}
     return {
         "stages": [{"stage": name, "result": found, **done} for name, found in results.items()],
@@ -295,11 +299,13 @@ def a_report():
 def test_ratios_and_shares_by_hand():
     report = a_report()
     summary.summarise(report)
-    ours, resident, _ = report["stages"][2]["result"]["rows"]
+    ours, resident, *_ = report["stages"][2]["result"]["rows"]
     assert ours["ceiling_share"] == pytest.approx(10 * 2e9 / 5e10)  # the link binds, at its page-locked rate
     assert resident["ceiling_share"] == pytest.approx(20 * 1e9 / 1e12) and resident["bytes_over_plan"] is None
     assert ours["bytes_over_plan"] == 5e8
-    assert [(goal["ratio"], goal["reached"]) for goal in report["goals"]] == [(25.0, True), (0.2, True), (0.5, True)]
+    assert [(goal["ratio"], goal["reached"]) for goal in report["goals"]] == [
+        (25.0, True), (0.25, True), (0.5, True), (0.4, False), (0.9, True), (1.5, True)
+    ]  # fmt: skip
     text = summary.printed(report)
     for word in ("vismoe raw 25%", "40%", "2.00 GB", "0.50 GB", ">= 20", "reached", "whole: not reached", "25%"):
         assert word in text
@@ -309,7 +315,7 @@ def test_a_missing_row_leaves_its_ratios_unknown():
     report = a_report()
     report["stages"][2]["result"]["rows"][2] |= {"failed": "out of memory", "decode_tokens_per_s": None, "first_token_s": None}
     summary.summarise(report)
-    assert [goal["reached"] for goal in report["goals"]] == [None, None, True]
+    assert [goal["reached"] for goal in report["goals"]] == [None, None, True, False, True, True]
     assert "failed" in summary.printed(report)
 
 

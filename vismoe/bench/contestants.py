@@ -255,6 +255,13 @@ def load_transformers(job: Job, experts: str | None = None) -> TransformersRunne
     return _transformers_runner(job, _loaded(job, device_map=place, **options))
 
 
+def load_compiled(job: Job) -> TransformersRunner:
+    """The same with a static cache, for which transformers compiles the model's decode passes on a GPU."""
+    runner = load_transformers(job)
+    runner.model.generation_config.cache_implementation = "static"
+    return runner
+
+
 def load_accelerate(job: Job) -> TransformersRunner:
     """As many weights in memory as VisMoE's plan has, the rest in `offload_folder`; beside a GPU, free RAM comes in between."""
     place = torch.device(job.device)
@@ -276,5 +283,6 @@ LOADERS: dict[str, Callable[[Job], TransformersRunner]] = {
     OURS: load_vismoe,
     "transformers": load_transformers,
     "transformers-eager": functools.partial(load_transformers, experts="eager"),
+    "transformers-compiled": load_compiled,
     "accelerate": load_accelerate,
 }

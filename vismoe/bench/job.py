@@ -38,6 +38,9 @@ PROGRAMS = {
         ModelProgram(OURS, "", "vismoe", False, True, "experts paged in under the memory budget"),
         ModelProgram("transformers", "transformers", "transformers", True, True, MAPPED),
         ModelProgram("transformers-eager", "transformers", "transformers", True, True, "the same, with eager experts"),
+        ModelProgram(
+            "transformers-compiled", "", "transformers", True, True, "loaded by transformers, static cache, torch.compile (GPU)"
+        ),
         ModelProgram("accelerate", "accelerate", "accelerate", False, True, "device_map='auto', the rest in a disk folder"),
         ModelProgram("llama.cpp-mmap", "llama.cpp", "llama_cpp", False, False, "weights mapped from the GGUF file"),
         ModelProgram("llama.cpp-resident", "llama.cpp", "llama_cpp", True, False, "weights read into memory"),

@@ -22,7 +22,7 @@ from vismoe.models.load.preview import preview
 
 HELD_LIKE = "25%"  # the share whose device bytes accelerate gets
 NEW_TOKENS, ACCELERATE_TOKENS = 32, 4  # accelerate moves every weight for every token
-WORKER_S = 60.0  # the longest that one worker may take
+WORKER_S = 75.0  # the longest that one worker may take
 PICTURE = (448, 448)
 QUESTION = "What is in the picture?"
 Keep = Callable[[dict[str, Any]], None]
@@ -54,9 +54,17 @@ def contest(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
     """Ours at four shares, transformers with all weights on the device, accelerate with the device bytes of ours at 25%."""
     prompts = tuple(options["prompts"])
     first, *others = (ours(options, share) for share in options["shares"])
-    resident, eager = (CheckEntrant(way, prompts, way) for way in ("transformers", "transformers-eager"))
-    offloaded = CheckEntrant("accelerate", prompts[-1:], "accelerate", new_tokens=ACCELERATE_TOKENS)
-    return _run(_subject(options, options["layers"]), [first, resident, offloaded, *others, eager], options, keep)
+    resident = CheckEntrant("transformers", prompts, "transformers")
+    offloaded = CheckEntrant("accelerate", prompts[:1], "accelerate", new_tokens=ACCELERATE_TOKENS)
+    return _run(_subject(options, options["layers"]), [first, resident, offloaded, *others], options, keep)
+
+
+def resident(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
+    """All experts on the device: ours in bfloat16 and int4, transformers as it comes and compiled."""
+    subject, prompts = _subject(options, options["small_layers"]), tuple(options["prompts"][-1:])
+    packed(subject, ["int4"], quiet=True)
+    others = [CheckEntrant(way, prompts, way) for way in ("transformers", "transformers-compiled")]
+    return _run(subject, [ours(options, 100.0), *others, ours(options, 100.0, "int4")], options, keep)
 
 
 def whole(options: dict[str, Any], keep: Keep) -> dict[str, Any]:

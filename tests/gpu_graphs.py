@@ -201,6 +201,19 @@ def test_what_differs_from_the_pass_before_is_not_replayed(checkpoints, plain, r
     assert served.about == ["no CUDA graph: the input of the experts of MoE layer 0 has other bits"]
 
 
+def test_a_decoder_that_was_changed_is_captured_again(checkpoints, plain, replays):
+    served = Served(checkpoints, memory="20%")
+    served.logits()
+    before, attention_of = replays(), served.model.model.layers[0].self_attn
+    attention_of.forward = attention_of.forward  # as the first pass of several sequences does
+    assert torch.equal(served.logits(), plain()) and replays() == before + STEPS - 1 - 1 - WARM - 1
+    assert len(served.about) == 2
+    weight = served.model.model.norm.weight
+    with torch.no_grad():
+        weight.data = weight.data.clone()  # as a model that is moved away and back
+    assert torch.equal(served.logits(), plain()) and len(served.about) == 3
+
+
 @torch.inference_mode()
 def test_a_padded_sequence_keeps_its_mask(checkpoints, replays):
     served = Served(checkpoints, memory="20%")

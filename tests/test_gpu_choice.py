@@ -13,6 +13,7 @@ from vismoe.errors import ConfigError
 from vismoe.kernels.gpu import experts as gpu
 from vismoe.models.load.opening import Experts, arrange_experts
 from vismoe.models.moe.gpu_experts import PAIRS_PER_CALL
+from vismoe.models.moe.lookahead_inputs import choose_lookahead
 from vismoe.types import Format
 
 GPU = torch.device("cuda", 0)
@@ -74,3 +75,13 @@ def test_where_they_cannot_torch_computes_and_the_plan_says_why(why, family, dty
 def test_torch_is_used_where_it_was_asked_for(machine, tmp_path):
     experts = arranged(tmp_path, "qwen3_moe", torch.bfloat16, kernels="torch")
     assert experts.gpu_kernels is None and experts.backend == "torch (bit-identical to eager experts)"
+
+
+def test_no_lookahead_is_asked_on_a_gpu_unless_it_is_named(tmp_path):
+    tiny_models.save("qwen3_moe", tmp_path)
+    model = tiny_models.model_class(tmp_path).from_pretrained(tmp_path, quantization_config=VisMoEConfig(memory="50%"))
+    inventory = vismoe.runtime_of(model).pager.inventory
+    chosen = {name: choose_lookahead(model, inventory, Settings.of(lookahead=name), None, GPU) for name in ("auto", "gate")}
+    assert chosen["auto"][0] is None and chosen["auto"][2].startswith("none: on a GPU") and chosen["gate"][0] is not None
+    assert choose_lookahead(model, inventory, Settings.of(lookahead="auto"), None, torch.device("cpu"))[0] is not None
+    vismoe.runtime_of(model).pager.close()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from simulated_cuda import Event, SimulatedCuda, SimulatedPool, SimulatedTensor, Stream
 
+from vismoe.errors import TransferError
 from vismoe.lookahead.background import BackgroundLookahead
 from vismoe.lookahead.lookahead import Seen
 from vismoe.paging.pager import Pager
@@ -87,11 +88,8 @@ def wrong_reads(
     `queued`: host memory holds every expert from the start, so that demanded copies are queued and no thread waits for them."""
     cuda.install(patch)
     store, rng, wrong = EncodedStore() if encoded else FilledStore(), random.Random(1), []
-    records = LAYERS * EXPERTS if queued else RECORDS
-    tier = HostTier(store, (records,), page_locked=False, layouts=(store.encoded,) if encoded else None)
-    for layer, expert in itertools.product(range(LAYERS), range(EXPERTS)) if queued else ():
-        with tier.lease(ExpertId(layer, expert)):
-            pass
+    few = functools.partial(HostTier, store, (RECORDS,), page_locked=False)
+    tier = filled(store) if queued else few(layouts=(store.encoded,) if encoded else None)
     pager = Pager(
         store.inventory,
         (SimulatedPool(cuda, store.layout, SLABS),),
@@ -207,16 +205,45 @@ def test_each_order_that_is_left_out_lets_a_kernel_read_other_bytes(mistake, lat
     assert wrong_reads(SimulatedCuda(late=late), monkeypatch, encoded=encoded, queued=queued)
 
 
+def filled(store: FilledStore) -> HostTier:
+    """A tier that holds every expert."""
+    tier = HostTier(store, (LAYERS * EXPERTS,), page_locked=False, layouts=getattr(store, "encoded", None) and (store.encoded,))
+    for layer, expert in itertools.product(range(LAYERS), range(EXPERTS)):
+        with tier.lease(ExpertId(layer, expert)):
+            pass
+    return tier
+
+
+def test_a_copy_that_the_device_refuses_fails_its_demand_and_nothing_else(monkeypatch):
+    cuda, store, copy = SimulatedCuda(), FilledStore(), DeviceMover._copy
+    cuda.install(monkeypatch)
+    mover = DeviceMover(filled(store), device=torch.device("cpu"))
+    pager = Pager(store.inventory, (SimulatedPool(cuda, store.layout, SLABS),), mover)
+    refused = [RuntimeError("CUDA error: made up")]
+
+    def refusing(*given):
+        if refused:
+            raise refused.pop()
+        return copy(*given)
+
+    monkeypatch.setattr(DeviceMover, "_copy", refusing)
+    pager.begin_step(Phase.DECODE)
+    with pytest.raises(TransferError, match="made up"), pager.demand(0, [3, 4]) as demand:
+        list(demand.groups(in_order=False))
+    with pager.demand(0, [3, 4]) as demand:
+        assert [group.experts for group in demand.groups(in_order=False)] == [[3, 4]]
+    pager.check_integrity()
+    pager.close()
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_pass_on_another_stream_sees_what_was_queued_for_the_one_before(waits, monkeypatch):
     """A demand was left before anything of it was computed; its expert counts as resident."""
     cuda, read = SimulatedCuda(late="copies"), []
     cuda.install(monkeypatch)
     store = FilledStore()
-    tier = HostTier(store, (LAYERS * EXPERTS,), page_locked=False)
-    with tier.lease(ExpertId(0, 3)):
-        pass
-    pager = Pager(store.inventory, (SimulatedPool(cuda, store.layout, SLABS),), DeviceMover(tier, device=torch.device("cpu")))
+    mover = DeviceMover(filled(store), device=torch.device("cpu"))
+    pager = Pager(store.inventory, (SimulatedPool(cuda, store.layout, SLABS),), mover)
     if not waits:
         monkeypatch.setattr(DeviceMover, "begin_pass", lambda mover: None)
     pager.begin_step(Phase.DECODE)

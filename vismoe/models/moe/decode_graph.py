@@ -430,7 +430,10 @@ class DecodeGraphs:
         if self._captured is None:
             self._passes += 1
             return self._first(module, kwargs, given, cache) if self._passes > WARM_PASSES else None
-        if not self._captured.takes(given) or not self._is_as_captured() or not _makes_room(cache, self._captured.most_tokens):
+        if self._is_heard() or not self._captured.takes(given) or not _makes_room(cache, self._captured.most_tokens):
+            return None
+        if not self._is_as_captured():
+            self.drop()
             return None
         return self._replayed(self._captured, given, cache)
 
@@ -449,15 +452,17 @@ class DecodeGraphs:
             and isinstance(self._context.serving.backend, GpuExperts)
         )
 
+    def _is_heard(self) -> bool:
+        """Whether something listens to a module that did not when the decoder was captured."""
+        return list(map(len, self._hooks)) != self._listening or any(map(listens, filter(None, EVERYWHERE)))
+
     def _is_as_captured(self) -> bool:
-        """Nothing listens to a module, and every module and weight is the one that was there, where it was."""
-        if list(map(len, self._hooks)) != self._listening or any(map(listens, filter(None, EVERYWHERE))):
-            return False
+        """Every module, weight and forward is the one that was there, where it was."""
         assert self._parts is not None
         return self._parts.stay() and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
 
     def _remember(self, modules: list[nn.Module]) -> None:
-        """What `_is_as_captured` compares."""
+        """What `_is_heard` and `_is_as_captured` compare."""
         self._listening = list(map(len, self._hooks))
         held = [(part, name) for m in modules for part in (m._parameters, m._buffers, m._modules) for name in part]
         held += [(m.__dict__, "forward") for m in modules]

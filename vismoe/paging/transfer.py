@@ -135,7 +135,8 @@ class DeviceMover(Mover):
         self._behind: collections.deque[tuple[int, torch.cuda.Event]] = collections.deque()  # (a copy's number, the event behind)
         self._compute: torch.cuda.Stream | None = None
         self._clock = LinkClock()
-        self._put = copier(self._demanded) if device.type == "cuda" else None
+        self._puts = device.type == "cuda"  # by the driver's own function, which is looked up when it is first needed
+        self._put: Callable[[int, int, int], None] | None = None
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -167,6 +168,9 @@ class DeviceMover(Mover):
     def _put_behind(self, ticket: Ticket, pool: Slabs, lease: HostLease) -> int:
         """Queue a copy behind those that were demanded before -> bytes over the link."""
         stream = self._demanded
+        if self._puts and self._put is None:
+            self._put = copier(stream)
+            self._puts = self._put is not None
         if self._put is None or self._decoding is not None or torch.cuda.current_device() != self._device.index:
             record = lease.pool.record(lease.slab)
             size = pool.bytes_of(ticket.slab) if self._decoding is None else content_bytes(record)
@@ -233,10 +237,13 @@ class DeviceMover(Mover):
             self._last_read[geometry, slab] = event
 
 
-def copier(stream: torch.cuda.Stream) -> Callable[[int, int, int], None]:
+def copier(stream: torch.cuda.Stream) -> Callable[[int, int, int], None] | None:
     """Queues (device address, page-locked host address, bytes) on a stream, by the driver's own function: torch would take as
-    long as the link needs for 2 MB, to make this stream the current one and back."""
-    driver = ctypes.CDLL("libcuda.so.1")
+    long as the link needs for 2 MB, to make this stream the current one and back. None where there is no such library."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # another system calls it otherwise
+        return None
     put, handle = driver.cuMemcpyHtoDAsync_v2, ctypes.c_void_p(stream.cuda_stream)
     put.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 

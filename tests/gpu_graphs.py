@@ -128,9 +128,7 @@ def test_graphs_have_the_bits_of_passes_without_them(family, memory, checkpoints
 
 @pytest.mark.budget(20)
 @pytest.mark.parametrize("seed", range(2 if SEARCHING else 1))
-def test_experts_that_do_not_come_together_are_computed_by_launches_between_the_graphs(
-    seed, checkpoints, plain, replays, monkeypatch
-):
+def test_experts_that_do_not_come_together_are_computed_between_the_graphs(seed, checkpoints, plain, replays, monkeypatch):
     """Some of a layer's may be on their way, or computed by the CPU; here it is drawn which. The first ones have no graph."""
     served = Served(checkpoints, memory="20%")
     draw, whole, asked = random.Random(seed), ExpertsCall.whole, []

@@ -212,6 +212,7 @@ def test_a_decoder_that_was_changed_is_captured_again(checkpoints, plain, replay
     assert torch.equal(served.logits(), plain()) and len(served.about) == 3
 
 
+@pytest.mark.budget(30)
 @torch.inference_mode()
 def test_a_padded_sequence_keeps_its_mask(checkpoints, replays):
     served = Served(checkpoints, memory="20%")

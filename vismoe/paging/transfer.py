@@ -12,6 +12,7 @@ The core's state changes under one lock (`Changes`), which is never held during 
 import collections
 import contextlib
 import ctypes
+import functools
 import logging
 import threading
 import time
@@ -135,8 +136,11 @@ class DeviceMover(Mover):
         self._behind: collections.deque[tuple[int, torch.cuda.Event]] = collections.deque()  # (a copy's number, the event behind)
         self._compute: torch.cuda.Stream | None = None
         self._clock = LinkClock()
-        self._puts = device.type == "cuda"  # by the driver's own function, which is looked up when it is first needed
-        self._put: Callable[[int, int, int], None] | None = None
+
+    @functools.cached_property
+    def _put(self) -> Callable[[int, int, int], None] | None:
+        """Queues a copy by the driver's own function, which is looked up when the first one is queued."""
+        return copier(self._demanded) if self._device.type == "cuda" else None
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -168,9 +172,6 @@ class DeviceMover(Mover):
     def _put_behind(self, ticket: Ticket, pool: Slabs, lease: HostLease) -> int:
         """Queue a copy behind those that were demanded before -> bytes over the link."""
         stream = self._demanded
-        if self._puts and self._put is None:
-            self._put = copier(stream)
-            self._puts = self._put is not None
         if self._put is None or self._decoding is not None or torch.cuda.current_device() != self._device.index:
             record = lease.pool.record(lease.slab)
             size = pool.bytes_of(ticket.slab) if self._decoding is None else content_bytes(record)
@@ -347,7 +348,7 @@ class Transfer(Link):
             moved, ticket.error = Moved(), error
         if moved is None:
             return False
-        ticket.moved, ticket.queued, ticket.done = moved, True, True  # before it is counted
+        ticket.moved, ticket.queued, ticket.done = moved, True, True
         self._finished(ticket)
         return True
 

@@ -7,6 +7,7 @@ import pytest
 import tiny_models
 import torch
 from expert_records import DTYPES, rms
+from reference import check_choice
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as turn_a_part
@@ -100,12 +101,7 @@ def test_a_rotation_of_no_tokens():
 def test_the_largest_logits_are_chosen_with_their_softmax(dtype, normalised):
     for count, experts, chosen in ((1, 1, 1), (4, 7, 7), (9, 128, 8), (3, 60, 4), (2, 512, 22)):
         logits = (2 * torch.randn(count, experts)).to(DEVICE, dtype)
-        weights, ids = rows.choose(logits, chosen, normalised, torch.float32)
-        likely = logits.double().softmax(-1)
-        best = likely.topk(chosen).values
-        assert torch.equal(likely.gather(1, ids), best) and (ids.sort().values.diff() > 0).all()
-        wanted = best / best.sum(-1, keepdim=True) if normalised else best
-        torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=0)
+        weights = check_choice(rows.choose, logits, chosen, normalised)
         alone = rows.choose(logits[:1], chosen, normalised, torch.float32)[0]
         assert same_bits(weights[:1], alone) and same_bits(rows.choose(logits[:1], chosen, normalised, dtype)[0], alone.to(dtype))
 

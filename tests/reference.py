@@ -54,3 +54,14 @@ def combine(parts: Tensor, tokens: Tensor, out: Tensor) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[n, in]` times weight `[out, in]` transposed, plus bias, in float64."""
     return functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def check_choice(choose, logits, chosen: int, normalised: bool) -> torch.Tensor:
+    """The weights float32 `[T, chosen]` that `choose` gives logits `[T, E]`, which have to be those of the largest softmax."""
+    weights, ids = choose(logits, chosen, normalised, torch.float32)
+    likely = logits.double().softmax(-1)
+    best = likely.topk(chosen).values
+    assert torch.equal(likely.gather(1, ids), best) and (ids.sort().values.diff() > 0).all()
+    wanted = best / best.sum(-1, keepdim=True) if normalised else best
+    torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=0)
+    return weights

@@ -4,6 +4,7 @@ import pytest
 import tiny_models
 import torch
 from expert_records import DTYPES, rms
+from reference import check_choice
 from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb
@@ -77,12 +78,7 @@ def test_the_largest_logits_are_chosen_with_their_softmax(isa, dtype, normalised
     torch.manual_seed(3)
     for count, experts, chosen in ((1, 1, 1), (4, 7, 7), (16, 128, 8), (1000, 60, 4)):
         logits = (2 * torch.randn(count, experts)).to(dtype)
-        weights, ids = rows.choose(logits, chosen, normalised, torch.float32)
-        likely = logits.double().softmax(-1)
-        best = likely.topk(chosen).values
-        assert torch.equal(likely.gather(1, ids), best) and (ids.sort().values.diff() > 0).all()
-        wanted = best / best.sum(-1, keepdim=True) if normalised else best
-        torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=0)
+        weights = check_choice(rows.choose, logits, chosen, normalised)
         assert torch.equal(weights[:1], rows.choose(logits[:1], chosen, normalised, torch.float32)[0])
 
 

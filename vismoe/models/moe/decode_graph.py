@@ -404,7 +404,7 @@ class CapturedDecoder:
 class DecodeGraphs:
     """Of one decoder: captures when it pays, and replays what fits. `about` is told what was decided."""
 
-    def __init__(self, decoder: nn.Module, context: StepContext, about: Callable[[str], None], graphs: Any):
+    def __init__(self, context: StepContext, about: Callable[[str], None], graphs: Any):
         self._context, self._about, self._graphs = context, about, graphs
         self._captured: CapturedDecoder | None = None
         self._of: tuple[bool, int] | None = None  # whether all experts were resident, and how many tokens there may be
@@ -412,8 +412,6 @@ class DecodeGraphs:
         self._hooks: list[Any] = []  # of the modules that were captured, and how many there were
         self._listening: list[int] = []
         self._parts: Things | None = None
-        self._tensors: list[torch.Tensor] = []
-        self._addresses: list[int] = []
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The decoder's output for the pass under way; None: its modules shall compute it."""
@@ -459,7 +457,7 @@ class DecodeGraphs:
     def _is_as_captured(self) -> bool:
         """Every module, weight and forward is the one that was there, where it was."""
         assert self._parts is not None
-        return self._parts.stay() and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+        return self._parts.stay_in_place()
 
     def _remember(self, modules: list[nn.Module]) -> None:
         """What `_is_heard` and `_is_as_captured` compare."""
@@ -467,8 +465,6 @@ class DecodeGraphs:
         held = [(part, name) for m in modules for part in (m._parameters, m._buffers, m._modules) for name in part]
         held += [(m.__dict__, "forward") for m in modules]
         self._parts = Things([part for part, _ in held], [name for _, name in held])
-        self._tensors = [thing for thing in self._parts.there if isinstance(thing, torch.Tensor)]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
 
     def _first(self, module: Any, kwargs: dict[str, Any], given: dict[str, Any], cache: Any) -> Any:
         """An ordinary pass; then the same is captured, and compared with it: what the decoder does with token ids beside looking
@@ -537,7 +533,7 @@ def serve_decode_graphs(
     """Let the decoders of a model on a GPU, whose experts the GPU kernels compute, be captured and replayed."""
     stacks = dict.fromkeys(stack_of(path) for path, _ in expert_modules(model))
     decoders = [model.get_submodule(stack) for stack in stacks if not is_vision(stack)]
-    served = [(one, DecodeGraphs(one, context, about, graphs(context.device))) for one in decoders]
+    served = [(one, DecodeGraphs(context, about, graphs(context.device))) for one in decoders]
     context.captured = [graphs_of for _, graphs_of in served]
     give_forward(served, _forward)
 

@@ -116,8 +116,6 @@ class LayerWatch:
         self._listeners += [layer.behind._forward_hooks for layer in layers]
         places = [place for layer in layers for place in layer.places]
         self._parts = Things([held for held, _ in places], [name for _, name in places])
-        self._tensors = [thing for thing in self._parts.there if isinstance(thing, torch.Tensor)]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
         # By the identity of angles: these, their cache (weak), whether all fits.
         self._seen: dict[int, tuple[Any, Any, bool]] = {}
 
@@ -143,8 +141,7 @@ class LayerWatch:
             and all(type(hook) is Capture for norm in self._norms for hook in norm._forward_pre_hooks.values())
             and all(_as_compared(attention, scale) for attention, scale in self._attentions)
             and (self._forwards.stay() or all(map(_same_forward, self._forwards.now(), self._forwards.there)))
-            and self._parts.stay()
-            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+            and self._parts.stay_in_place()
         )
 
 
@@ -251,12 +248,18 @@ class Things:
     def __init__(self, held: Sequence[Any], names: Sequence[str]):
         self._held, self._names = held, names
         self.there = list(self.now())
+        self._tensors = [thing for thing in self.there if isinstance(thing, torch.Tensor)]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
 
     def now(self) -> Iterator[Any]:
         return map(dict.get, self._held, self._names)
 
     def stay(self) -> bool:
         return all(map(operator.is_, self.now(), self.there))
+
+    def stay_in_place(self) -> bool:
+        """Whether tensors also lie where they did: a model that is moved keeps its parameters."""
+        return self.stay() and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
 
 
 def _same_forward(now: Any, forward: Any) -> bool:

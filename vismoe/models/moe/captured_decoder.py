@@ -1,0 +1,378 @@
+"""One decode pass as CUDA graphs: captured from the decoder's own code, compared with the pass before, replayed for later ones.
+
+`decode_graph.py` decides when. Attention and experts find out by `captured_pass` that they are captured.
+"""
+
+import contextlib
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from vismoe.errors import UnsupportedModelError
+from vismoe.kernels.gpu import attention
+from vismoe.kernels.gpu.experts import upload
+from vismoe.lookahead import gate
+from vismoe.models.family.caches import CACHE_NAMES
+from vismoe.models.moe.captured_pass import as_captured
+from vismoe.models.moe.experts import PagedLayer
+from vismoe.models.moe.gpu_experts import GpuExperts
+from vismoe.paging.lent import Group
+
+logger = logging.getLogger(__name__)
+
+WAITS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.item, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
+COPIES = {torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.to}
+
+
+class Graph(Protocol):
+    """Launches that are queued again by one call."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+class CudaGraphs:
+    """Makes graphs of one decoder, which share their memory."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Within, graphs are begun and ended, on a stream of their own."""
+        stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+
+    def new(self) -> Graph:
+        return _CudaGraph(self._pool)
+
+    def failed(self, graph: Graph) -> None:
+        """End a capture that failed. torch then still takes its random numbers for captured ones; an empty capture ends that."""
+        with contextlib.suppress(RuntimeError):
+            graph.end()
+        with contextlib.suppress(RuntimeError):
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(capture_error_mode="thread_local")
+            empty.capture_end()
+
+
+class _CudaGraph:
+    def __init__(self, pool: Any):
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    def begin(self) -> None:
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # threads that copy go on meanwhile
+
+    def end(self) -> None:
+        self._graph.capture_end()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@dataclass(eq=False)
+class ExpertsCall:
+    """A layer's experts, between two graphs of the decoder: of what the first one has left, into what the second one reads.
+
+    `graph` computes them from records at the addresses of `table` int64 `[E]`, which `told` of the host has; None: launches do,
+    because they have two formats, or because what the graph first computed had other bits than what launches did.
+    """
+
+    paged: PagedLayer
+    module: Any
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden, index, factors
+    out: torch.Tensor
+    graph: Graph | None
+    table: torch.Tensor
+    told: torch.Tensor
+    trusted: bool = False  # it was compared
+    made: torch.Tensor | None = None  # to be compared
+
+    def compute(self) -> None:
+        """Demand the experts, and compute them by the graph if they come together."""
+        self.paged.whole = self.whole if self.graph is not None else None
+        try:
+            out = self.paged.computed(self.module, *self.given)
+        finally:
+            self.paged.whole = None
+        if self.made is not None:
+            self.trusted, self.made = torch.equal(out, self.made), None
+            if not self.trusted:
+                logger.warning("the graph of MoE layer %d's experts has other bits than launches: these serve", self.paged.layer)
+                self.graph = None
+        if out is not self.out:
+            self.out.copy_(out)
+
+    def whole(self, group: Group) -> torch.Tensor | None:
+        """The output, of a group that has all experts of the pass; None: launches must compute it."""
+        assert self.graph is not None
+        self.told.numpy()[group.experts] = group.addresses  # the copy of the pass before has ended: its routing was read since
+        self.table.copy_(self.told, non_blocking=True)
+        self.graph.replay()
+        if not self.trusted:
+            self.made = self.out.clone()
+            return None
+        return self.out
+
+
+class _CapturedLayer(DynamicLayer):
+    """Of the cache of a captured pass: it hands on what is new, and the attention program adds that to the real one."""
+
+    def __init__(self, tokens: int):
+        super().__init__()
+        self.is_initialized, self.tokens, self.asked = True, tokens, False
+        self.handed: tuple[Any, Any] | None = None  # keys and values
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.handed = key_states, value_states
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        self.asked = True
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: Any, *args: Any) -> tuple[int, int]:
+        return self.tokens + 1, 0
+
+
+@dataclass
+class _Segment:
+    graph: Graph
+    heard: list[tuple[Any, torch.Tensor]] = field(default_factory=list)  # hooks of the lookahead, and what they were shown
+    call: ExpertsCall | None = None  # what follows; None: it is the last one, or computes its experts itself
+
+
+class Example(TorchDispatchMode):
+    """An ordinary pass, of which every experts' call is kept, and the operation of the rest for which the host would wait: a
+    capture that meets one fails, and leaves torch's random numbers unusable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[torch.Tensor, ...]] = []  # (hidden, index, factors, out)
+        self.waits: str | None = None
+        self.masked = False
+        self._looks = True
+
+    @contextlib.contextmanager
+    def beside(self, embeddings: nn.Module | None) -> Iterator[None]:
+        """Within, what this module does is not looked at: it is asked before a pass that is replayed."""
+        hooks = []
+        if embeddings is not None:
+            hooks = [
+                embeddings.register_forward_pre_hook(lambda *_: setattr(self, "_looks", False)),
+                embeddings.register_forward_hook(lambda *_: setattr(self, "_looks", True), always_call=True),
+            ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if self._looks and self.waits is None and (function.overloadpacket in WAITS or _crosses(function, args, out)):
+            self.waits = str(function.overloadpacket)
+        return out
+
+    def attend(self, *args: Any) -> None:
+        return None
+
+    def mask(self, made: Callable[[], Any]) -> Any:
+        with _disable_current_modes():
+            mask = made()
+        self.masked |= mask is not None
+        return mask
+
+    def experts(self, paged: PagedLayer, module: Any, *given: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            out = paged.computed(module, *given)
+        self.calls.append((*(tensor.clone() for tensor in given), out.clone()))
+        return out
+
+
+def _crosses(function: Any, args: Any, out: Any) -> bool:
+    """Whether an operation copies numbers from one memory into another. Those of a Python number, which lie nowhere, do not."""
+    if function.overloadpacket not in COPIES:
+        return False
+    places = {t.device.type for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)}
+    return len(places) > 1
+
+
+class CapturedDecoder:
+    """A pass of one token through a decoder, captured. `resident`: with its experts, all of which are resident."""
+
+    def __init__(self, graphs: Any, backend: GpuExperts, device: torch.device, layers: int, most_tokens: int, resident: bool):
+        self._graphs, self._backend, self._resident, self.most_tokens = graphs, backend, resident, most_tokens
+        self.segments: list[_Segment] = []
+        self.inputs: dict[str, torch.Tensor] = {}
+        with torch.inference_mode(False):  # later passes may run in another mode than this one
+            self.places = torch.zeros(layers, 4, dtype=torch.int64, device=device)
+            self.lengths = torch.zeros(layers, dtype=torch.int64, device=device)
+        self._there: list[int] | None = None  # what `lengths` holds; None: not known
+        self._behind: list[int] = []  # what it will hold behind the next replay
+        self._held: list[Any] = []  # weak references to the memory that `places` are about
+        self.output: Any = None
+        self.ids: list[tuple[int, int, torch.Tensor]] = []  # of layers computed within: (layer, experts, ids)
+        self._attended = 0
+        self._layers: list[_CapturedLayer] = []
+        self._heard: list[tuple[Any, torch.Tensor]] = []
+
+    # -- capturing
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def capture(self, forward: Callable[..., Any], given: Mapping[str, Any], cache: Any) -> None:
+        """Capture `forward(**given)`, whose tensors become this pass's own. Raises what cannot be captured."""
+        self.inputs = {name: value.clone() for name, value in given.items() if isinstance(value, torch.Tensor)}
+        captured = DynamicCache()
+        captured.layers = self._layers = [_CapturedLayer(layer.get_seq_length()) for layer in cache.layers]
+        self._backend.in_order(self.places.device)
+        named = {name: self.inputs.get(name, captured if name in CACHE_NAMES else value) for name, value in given.items()}
+        with self._graphs.capturing(), as_captured(self), gate.hearing() as self._heard:
+            try:
+                self._begin_segment()
+                self.output = forward(**named)
+                self.lengths.add_(1)
+                self._end_segment()
+            except BaseException:
+                self._graphs.failed(self._open)
+                raise
+        updates = sum(layer.handed is not None for layer in self._layers)
+        if updates != self._attended:
+            raise UnsupportedModelError(f"{updates - self._attended} of {updates} layers have attention of their own kind")
+        if any(layer.asked for layer in self._layers[1:]):  # the decoder itself asks the first one
+            raise UnsupportedModelError("its layers ask how many tokens there are")
+
+    def _begin(self) -> Graph:
+        self._open: Graph = self._graphs.new()
+        self._open.begin()
+        return self._open
+
+    def _begin_segment(self) -> None:
+        self.segments.append(_Segment(self._begin()))
+
+    def _end_segment(self) -> None:
+        self._open.end()
+        self.segments[-1].heard, self._heard[:] = list(self._heard), []
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]
+    ) -> torch.Tensor:
+        row = getattr(module, "layer_idx", -1)
+        handed = self._layers[row].handed if 0 <= row < len(self._layers) else None
+        if handed is None or key is not handed[0] or value is not handed[1] or not attention.takes(query, key, value):
+            raise UnsupportedModelError(f"attention of {tuple(query.shape)} over {tuple(key.shape)} is not captured")
+        self._attended += 1
+        scale = options.get("scaling")
+        return attention.attend_in_place(
+            query, key, value, self.places, row, self.lengths[row : row + 1], self.most_tokens,
+            query.shape[3] ** -0.5 if scale is None else scale,
+        )  # fmt: skip
+
+    def mask(self, made: Callable[[], Any]) -> None:
+        return None
+
+    def experts(
+        self, paged: PagedLayer, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor
+    ) -> torch.Tensor:
+        if self._resident:
+            self.ids.append((paged.layer, module.num_experts, index))
+            return self._backend.of_residents(paged.layer, hidden, index, factors)
+        self._end_segment()
+        told = torch.zeros(module.num_experts, dtype=torch.int64, pin_memory=hidden.is_cuda)
+        table, graph, out = torch.zeros_like(told, device=hidden.device), None, torch.empty_like(hidden)
+        if self._backend.one_format(paged.layer) and self._backend.few_enough(paged.layer, index):
+            graph = self._begin()
+            out = self._backend.of_table(paged.layer, hidden, index, factors, table)
+            graph.end()
+        self.segments[-1].call = ExpertsCall(paged, module, (hidden, index, factors), out, graph, table, told)
+        self._begin_segment()
+        return out
+
+    # -- replaying
+    def takes(self, given: Mapping[str, Any]) -> bool:
+        """Whether these are inputs of the kind that was captured."""
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        return tensors.keys() == self.inputs.keys() and all(
+            value.shape == self.inputs[name].shape and value.dtype == self.inputs[name].dtype for name, value in tensors.items()
+        )
+
+    def place(self, cache: Any, before: int = 0) -> None:
+        """The next pass adds its token to this cache, or `before`: writes the last one again."""
+        held = [layer.place(-before) for layer in cache.layers]
+        memory = [part for keys, values, _ in held for part in (keys, values)]
+        if len(memory) != len(self._held) or any(one is not held() for one, held in zip(memory, self._held)):
+            rows = [(k.data_ptr(), v.data_ptr(), k.stride(1), v.stride(1)) for k, v, _ in held]
+            self.places.copy_(upload([np.array(rows, dtype=np.int64)], self.places.device)[0])
+            self._held = list(map(weakref.ref, memory))
+        lengths = [tokens - 1 for _, _, tokens in held]
+        if lengths != self._there:
+            self.lengths.copy_(upload([np.array(lengths, dtype=np.int64)], self.lengths.device)[0])
+        self._there, self._behind = None, [tokens + 1 for tokens in lengths]
+
+    def replay(self, given: Mapping[str, Any], experts: Callable[[ExpertsCall], None] = ExpertsCall.compute) -> torch.Tensor:
+        """The decoder's output, in memory that the next pass overwrites. `experts` computes what lies between two graphs."""
+        for name, tensor in self.inputs.items():
+            tensor.copy_(given[name])
+        for segment in self.segments:
+            segment.graph.replay()
+            for hook, residual in segment.heard:
+                hook.look(residual)
+            if segment.call is not None:
+                experts(segment.call)
+        self._there = self._behind
+        return self.hidden
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        hidden: torch.Tensor = self.output.last_hidden_state
+        return hidden
+
+    def differs(self, example: Example, output: Any) -> str | None:
+        """What of a replay of the example's token has other bits than the example; None: nothing. The cache is placed."""
+        calls, newest = iter(example.calls), [part.clone() for part in self._newest()]
+
+        def compared(call: ExpertsCall) -> None:
+            *given, out = next(calls)
+            for what, one, other in zip(("input", "choice", "weights"), given, call.given):
+                if not torch.equal(one, other):
+                    raise UnsupportedModelError(f"the {what} of the experts of MoE layer {call.paged.layer} has other bits")
+            call.out.copy_(out)
+
+        try:
+            replayed = self.replay(self.inputs, compared)
+            why_not = None if torch.equal(replayed, output.last_hidden_state) else "its output has other bits"
+        except UnsupportedModelError as error:
+            why_not = str(error)
+        for part, before in zip(self._newest(), newest) if why_not else ():
+            part.copy_(before)
+        return why_not
+
+    def _newest(self) -> list[torch.Tensor]:
+        """The keys and values of the token that the latest replay adds."""
+        places = zip([held() for held in self._held], [after - 1 for after in self._behind for _ in range(2)])
+        return [memory[..., at, :] for memory, at in places if memory is not None]
+
+    def give_back(self, cache: Any) -> Any:
+        """The output of a pass that was replayed, with the caller's cache."""
+        named = {name: cache if name in CACHE_NAMES else value for name, value in self.output.items()}
+        named["last_hidden_state"] = self.hidden.clone()
+        return type(self.output)(**named)

@@ -137,8 +137,13 @@ def sums_of(tokens: np.ndarray, count: int | None = None) -> tuple[int, np.ndarr
     """(number of sums, int32 `[2 n + 1 + P]`) for `combine`: the pairs of each token, in their order. tokens `[P]`: each pair's
     token. `count`: sums for the tokens 0 .. count, with or without pairs; None: for those that have pairs."""
     order = np.argsort(tokens, kind="stable")
-    rows = np.unique(tokens) if count is None else np.arange(count)
-    starts = np.searchsorted(tokens[order], np.append(rows, np.iinfo(np.int64).max))
+    ordered = tokens[order]
+    if count is None:
+        first = np.flatnonzero(np.diff(ordered, prepend=-1))
+        rows, starts = ordered[first], np.append(first, len(tokens))
+    else:
+        rows = np.arange(count)
+        starts = np.searchsorted(ordered, np.arange(count + 1))
     return len(rows), np.concatenate([rows, starts, order]).astype(np.int32)
 
 

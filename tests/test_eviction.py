@@ -1,4 +1,4 @@
-"""choose_victim against a slow reference written from the docstring: sort every takeable slab by (class, ..., score, slab)."""
+"""Evictions against a slow reference written from the docstring: sort every takeable slab by (class, ..., worth, slab)."""
 
 import dataclasses
 
@@ -7,9 +7,44 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vismoe.paging.eviction import SlabView, choose_victim
+from vismoe.paging.eviction import Eviction, TableArrays
+from vismoe.paging.page_table import FREE, LOADING, RESIDENT
 
 STREAMED, EXPIRED, SPECULATIVE, PROTECTED, PROMISED = range(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlabView:
+    """A pool: arrays `[S]`."""
+
+    layer: np.ndarray  # int32: MoE layer of the resident expert
+    evictable: np.ndarray  # bool: resident, not pinned, not waited for by the running layer
+    streamed: np.ndarray  # bool
+    speculative: np.ndarray  # bool
+    promised: np.ndarray  # bool
+    priority: np.ndarray  # float32: of the lookahead
+    worth: np.ndarray  # float64
+
+    def arrays(self) -> TableArrays:
+        """As a page table has them. What is not evictable is free, loading, pinned or demanded."""
+        size, kept = len(self.layer), ~self.evictable
+        which, by_expert = np.arange(size, dtype=np.int32), np.arange(size)[::-1]
+        state = np.where(kept & (which % 4 == 0), FREE, np.where(kept & (which % 4 == 1), LOADING, RESIDENT)).astype(np.uint8)
+        expert_in = np.where(state == FREE, -1, which[::-1]).astype(np.int32)
+        none = np.zeros(size, dtype=bool)
+        return TableArrays(
+            expert_in, self.layer.astype(np.int32), np.full(size, -1, np.int32), state, kept & (which % 4 == 2),
+            kept & (which % 4 == 3), none, self.streamed, self.speculative, none, self.worth, which[::-1].copy(),
+            np.full(size, -1, np.int32), self.promised[by_expert], none, self.priority.astype(np.float32)[by_expert], np.zeros(size),
+        )  # fmt: skip
+
+
+def choose_victim(slabs, running_layer, window, prefetch_priority=None, free=9):
+    return eviction(slabs.arrays()).victim(running_layer, window, prefetch_priority, free=free)
+
+
+def eviction(arrays):
+    return Eviction(arrays, None, RESIDENT, LOADING, by_tick=False)
 
 
 def class_of(slabs, slab, running_layer, window):
@@ -93,9 +128,10 @@ def test_a_demand_finds_as_many_victims_as_are_evictable(slabs, running_layer, w
 @settings(max_examples=100, deadline=None)
 @given(slabs=pools(), running_layer=st.integers(-1, 9), priority=st.sampled_from([None, 0.3]))
 def test_the_pool_is_only_read(slabs, running_layer, priority):
-    before = {name: array.copy() for name, array in vars(slabs).items()}
-    choose_victim(slabs, running_layer, 3, priority)
-    assert all(np.array_equal(before[name], array) for name, array in vars(slabs).items())
+    arrays = slabs.arrays()
+    before = {name: array.copy() for name, array in vars(arrays).items()}
+    eviction(arrays).victim(running_layer, 3, priority)
+    assert all(np.array_equal(before[name], array) for name, array in vars(arrays).items())
 
 
 def one_of_each_class(**columns):
@@ -128,3 +164,9 @@ def test_the_window_does_not_wrap_over_the_end_of_the_model():
         np.array([0, 7], np.int32), *(np.array([value] * 2) for value in (True, False, False, False)), np.zeros(2), np.zeros(2)
     )
     assert choose_victim(slabs, running_layer=6, window=5) == 0  # layer 0 is next token's, so it has expired
+
+
+def test_a_prefetch_leaves_a_slab_that_a_demand_can_take():
+    one = SlabView(np.array([0], np.int32), np.array([True]), *(np.array([False]) for _ in range(3)), np.zeros(1), np.zeros(1))
+    assert choose_victim(one, 2, 3, prefetch_priority=9.0, free=0) is None
+    assert choose_victim(one, 2, 3, prefetch_priority=9.0, free=1) == 0 == choose_victim(one, 2, 3, free=0)

@@ -7,13 +7,15 @@ borrowed copy is never registered: it serves one demand and is given back.
 No method blocks.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from vismoe.paging.eviction import SlabView, choose_victim
+from vismoe.paging.eviction import Eviction, TableArrays, Taken
 from vismoe.paging.streaming import fixed_residents
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
@@ -163,23 +165,20 @@ class PageTable:
         free_to_go = (self.state == RESIDENT) & ~(self.pinned | self.demanded)
         return free_to_go if self.pool.precision is None else free_to_go & (self.pool.precision == precision)
 
+    @functools.cached_property
+    def _eviction(self) -> Eviction:
+        """Of these arrays: none of them is replaced once experts come."""
+        arrays = TableArrays(**{field.name: getattr(self, field.name) for field in dataclasses.fields(TableArrays)})
+        return Eviction(arrays, self.pool.precision, RESIDENT, LOADING, by_tick=self.order == "lru")
+
     def victim(
         self, running_layer: int, window: int, prefetch_priority: float | None = None, precision: int = HIGH
     ) -> int | None:
         """The slab of this format to take next, by the order of `eviction`, or None."""
         if not self.may_evict:
             return None
-        evictable = self.evictable(precision)
-        if prefetch_priority is not None and self.pool.free_of(precision) + int(evictable.sum()) < 2:
-            return None  # a prefetch always leaves one slab that a demand can take
-        priority = np.zeros(len(evictable), dtype=np.float32)
-        if prefetch_priority is not None:
-            ahead = self.layer_in - running_layer
-            scored = (ahead >= 1) & (ahead <= window)  # scores of layers that have run are this token's past
-            priority[scored] = self.priorities[self.expert_in[scored]]
-        promised = self.promised[self.expert_in]
-        view = SlabView(self.layer_in, evictable, self.streamed, self.speculative, promised, priority, self.worth)
-        return choose_victim(view, running_layer, window, prefetch_priority)
+        free = 0 if prefetch_priority is None else self.pool.free_of(precision)
+        return self._eviction.victim(running_layer, window, prefetch_priority, precision, free)
 
     # -- changing
     def begin_step(self, streamed_ring: int = 0) -> None:
@@ -208,6 +207,19 @@ class PageTable:
             return Room(slab)
         limit = self.pool.capacity + 1 if must else self.streamed_ring or self.ring_limits[precision]
         return self._evict_for(self.victim(running_layer, window, precision=precision), streaming, limit, precision)
+
+    def take_slabs(self, layer: int, ids: np.ndarray, window: int) -> Taken | None:
+        """Slabs for all experts that one token demands of the running layer, int64 `[n]` different ids, in one step; None, and
+        nothing has changed, where that takes more than evictions. What was missing is loading, and all is demanded."""
+        if self.pool.precision is not None or not self.may_evict or self._ring_in_use or self.pool.free:
+            return None
+        return self._eviction.take(ids, self.base[layer], self._experts[layer], layer, window)
+
+    def loaded(self, taken: Taken, tick: int) -> None:
+        """The copies that `take_slabs` asked for have ended for all that the host decides, and the layer was computed."""
+        self.state[taken.slabs[taken.missing]] = RESIDENT
+        self.used(taken.slabs, tick)
+        self.demanded[taken.slabs] = False
 
     def room_for_guess(self, running_layer: int, window: int, priority: float, streaming: bool) -> Room | None:
         """A slab of the more precise format for a prefetch; it never takes the last one that a demand could have."""

@@ -24,6 +24,10 @@ from vismoe.models.moe import attention, decode_graph
 from vismoe.models.moe.captured_decoder import CapturedDecoder, CudaGraphs, ExpertsCall
 from vismoe.models.moe.decode_graph import is_served, serve_decode_graphs
 from vismoe.models.visual import growing_cache
+from vismoe.paging.pager import Pager
+from vismoe.paging.residency import Queued
+from vismoe.paging.transfer import DiskMover
+from vismoe.types import ExpertId
 
 WARM, STEPS = 1, 5
 ON_GPU = DEVICE.type == "cuda"
@@ -125,6 +129,29 @@ def test_graphs_have_the_bits_of_passes_without_them(family, memory, checkpoints
     assert served.about == [about]
     assert ON_GPU or len(served.made[0].made) == (1 if memory == "100%" else 2 * layers + 1)
     served.runtime.pager.check_integrity()
+
+
+@pytest.mark.budget(20)
+def test_layers_that_are_served_in_one_step_have_the_same_bits(checkpoints, plain, monkeypatch):
+    """Without a GPU the disk is read in place of copies that a device queues."""
+    if not ON_GPU:
+        monkeypatch.setattr(DiskMover, "queues_all", lambda mover, geometry: True)
+        monkeypatch.setattr(DiskMover, "queue_all", read_all)
+    served = Served(checkpoints, memory="20%", lookahead="none")
+    pager, made = served.runtime.pager, []
+    monkeypatch.setattr(pager, "at_once", lambda *given: made.append(Pager.at_once(pager, *given)) or made[-1])
+    for tokens in (5, 9):
+        assert torch.equal(served.logits(tokens), plain(tokens=tokens))
+    at_once = sum(out is not None for out in made)
+    assert at_once >= len(pager.inventory.layers) * (STEPS - 2), (at_once, len(made))
+    pager.check_integrity()
+
+
+def read_all(mover, geometry, experts, slabs, pool):
+    """Of one geometry, as the models here have."""
+    of = [ExpertId(layer.index, e) for layer in mover._stores[0].inventory.layers for e in range(layer.num_experts)]
+    nbytes = sum(mover._stores[0].read(of[flat], pool.record(slab)) for flat, slab in zip(experts.tolist(), slabs.tolist()))
+    return Queued(0.0, 0.0, nbytes)
 
 
 @pytest.mark.budget(20)

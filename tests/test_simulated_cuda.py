@@ -16,6 +16,7 @@ from simulated_cuda import Event, SimulatedCuda, SimulatedPool, SimulatedTensor,
 from vismoe.errors import TransferError
 from vismoe.lookahead.background import BackgroundLookahead
 from vismoe.lookahead.lookahead import Seen
+from vismoe.paging.lent import Group
 from vismoe.paging.pager import Pager
 from vismoe.paging.tickets import Ticket
 from vismoe.paging.transfer import Decoding, DeviceMover
@@ -82,12 +83,14 @@ class InOneThread(DeviceMover):
 
 
 def wrong_reads(
-    cuda: SimulatedCuda, patch, mover=InOneThread, threads=0, readback=False, steps=10, encoded=False, queued=False
+    cuda: SimulatedCuda, patch, mover=InOneThread, threads=0, readback=False, steps=10, encoded=False, queued=False, at_once=False
 ) -> list[tuple[int, set[int]]]:
     """(the expert that a kernel was launched for, the experts whose numbers it read) for every kernel that read another one.
-    `queued`: host memory holds every expert from the start, so that demanded copies are queued and no thread waits for them."""
+    `queued`: host memory holds every expert from the start, so that demanded copies are queued and no thread waits for them.
+    `at_once`: layers are served in one step where that is possible."""
     cuda.install(patch)
     store, rng, wrong = EncodedStore() if encoded else FilledStore(), random.Random(1), []
+    served_at_once = 0
     few = functools.partial(HostTier, store, (RECORDS,), page_locked=False)
     tier = filled(store) if queued else few(layouts=(store.encoded,) if encoded else None)
     pager = Pager(
@@ -109,6 +112,12 @@ def wrong_reads(
         if (read := set(weights.tolist())) != {wanted}:
             wrong.append((wanted, read))
 
+    def launch(layer: int, group: Group) -> bool:
+        for lent in group:
+            reading = functools.partial(kernel, lent.weights["w"], number(layer, lent.expert))
+            cuda.launch(reading), cuda.launch(reading)  # a long kernel reads early and late
+        return True
+
     try:
         for _ in range(steps):
             pager.begin_step(Phase.DECODE)
@@ -116,18 +125,20 @@ def wrong_reads(
                 if readback:
                     cuda.compute.synchronize()
                 chosen = sorted(rng.sample(range(EXPERTS), TOP_K))
+                if at_once and pager.at_once(layer, np.array(chosen[::-1]), functools.partial(launch, layer)):
+                    served_at_once += 1
+                    continue
                 with pager.demand(layer, chosen) as demand:
-                    if layer + 1 < LAYERS and rng.random() < 0.7:
+                    if layer + 1 < LAYERS and rng.random() < (0.1 if at_once else 0.7):
                         guess = np.zeros((1, EXPERTS), np.float32)
                         guess[0, rng.sample(range(EXPERTS), TOP_K)] = 1.5
                         pager.look_ahead(layer, guess)
-                    for lent in (lent for group in demand.groups(in_order=False) for lent in group):
-                        reading = functools.partial(kernel, lent.weights["w"], number(layer, lent.expert))
-                        cuda.launch(reading), cuda.launch(reading)  # a long kernel reads early and late
+                    for group in demand.groups(in_order=False):
+                        launch(layer, group)
         cuda.compute.synchronize()
         pager.check_integrity()
         counts = pager.metrics.snapshot()
-        assert counts.total("evictions") > 10
+        assert counts.total("evictions") > 10 and (served_at_once > LAYERS * steps // 3) == at_once
         assert counts.total("bytes_copied") % (18 * 8 if encoded else store.layout.record_bytes) == 0
     finally:
         pager.close()
@@ -137,9 +148,11 @@ def wrong_reads(
 @pytest.mark.budget(3)
 @pytest.mark.parametrize("encoded", [False, True], ids=["as in slabs", "encoded"])
 @pytest.mark.parametrize("readback", [False, True], ids=["no readback", "a readback per layer"])
-@pytest.mark.parametrize("queued", [False, True], ids=["waited for", "queued"])
-def test_no_kernel_reads_a_wrong_byte_whatever_the_device_runs_first(queued, readback, encoded, monkeypatch):
-    how = {"readback": readback, "encoded": encoded, "queued": queued}
+@pytest.mark.parametrize(
+    "queued, at_once", [(False, False), (True, False), (True, True)], ids=["waited for", "queued", "at once"]
+)
+def test_no_kernel_reads_a_wrong_byte_whatever_the_device_runs_first(queued, at_once, readback, encoded, monkeypatch):
+    how = {"readback": readback, "encoded": encoded, "queued": queued, "at_once": at_once}
     for late in ("kernels", "copies"):
         assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, **how)
         assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, DeviceMover, threads=2, **how)
@@ -176,6 +189,11 @@ def lease_too_short(patch):
     patch.setattr(HostTier, "lease", ended)
 
 
+def computed_behind_nothing(patch):
+    """The compute stream does not wait for the copies of a layer that is served at once."""
+    patch.setattr(DeviceMover, "_wait_behind", lambda mover, number, stream: None)
+
+
 def decoded_elsewhere(patch):
     """Decoding does not wait for the copy."""
     patch.setattr(SimulatedDecoder, "queue", lambda decoder, operation: decoder._cuda.compute.put(operation))
@@ -188,6 +206,7 @@ def read_before_it_arrives(patch):
 
 
 QUEUED = [(no_wait, "kernels"), (no_wait, "copies"), (no_event_at_release, "kernels"), (read_before_it_arrives, "copies")]
+AT_ONCE = [(no_wait, "kernels"), (no_wait, "copies"), (no_event_at_release, "kernels"), (computed_behind_nothing, "copies")]
 MISTAKES = [(no_wait, "kernels"), (no_event_at_release, "kernels"), (done_too_early, "copies"), (lease_too_short, "copies")]
 
 
@@ -197,12 +216,14 @@ MISTAKES = [(no_wait, "kernels"), (no_event_at_release, "kernels"), (done_too_ea
         *((*mistake, encoded, False) for mistake in MISTAKES for encoded in (False, True)),
         *((*mistake, encoded, True) for mistake in QUEUED for encoded in (False, True)),
         *((decoded_elsewhere, "copies", True, queued) for queued in (False, True)),
+        *((*mistake, encoded, "at once") for mistake in AT_ONCE for encoded in (False, True)),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_each_order_that_is_left_out_lets_a_kernel_read_other_bytes(mistake, late, encoded, queued, monkeypatch):
     mistake(monkeypatch)
-    assert wrong_reads(SimulatedCuda(late=late), monkeypatch, encoded=encoded, queued=queued)
+    how = {"encoded": encoded, "queued": bool(queued), "at_once": queued == "at once"}
+    assert wrong_reads(SimulatedCuda(late=late), monkeypatch, **how)
 
 
 def filled(store: FilledStore) -> HostTier:

@@ -93,7 +93,8 @@ class Demand:
         late = self._late() if core.tickets else []
         for expert in late:
             self.tickets[expert] = core.tickets[ExpertId(self._layer, expert)]
-        self._count(late)
+        if self._counted != ():  # else no token asked: experts that are brought in at the start
+            core.count(self._layer, self.todo, self.absent + late, len(late), self._counted)
         if not (self.absent or self.tickets):
             self.all_slabs = slabs
         elif self.host_compute is not None:
@@ -195,22 +196,6 @@ class Demand:
         tickets = self._core.tickets
         late = [expert for expert in self.todo if ExpertId(self._layer, expert) in tickets]
         return late if self._upgrading is None else self._upgrading.late(late)
-
-    def _count(self, late: list[int]) -> None:
-        core, counted = self._core, self._counted
-        if counted == ():
-            return  # no token asked: experts that are brought in at the start
-        core.metrics.count_experts(self._layer, self.todo, self.absent + late)
-        misses = len(self.absent) + len(late)
-        core.misses_this_layer = misses
-        core.misses_this_step += misses
-        demanded = len(self.todo)
-        core.demanded(self._layer, demanded, misses)
-        if counted is not None:
-            demanded = sum(expert in counted for expert in self.todo)
-            late = [expert for expert in late if expert in counted]
-            misses = len(late) + sum(expert in counted for expert in self.absent)
-        core.metrics.count_demand(core.phase, self._layer, demanded - misses, misses, len(late))
 
     def _lend(self, in_order: bool) -> Group:
         """What lies on the device and can be computed now; in order: only up to the first expert that does not."""

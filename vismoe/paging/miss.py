@@ -9,6 +9,7 @@ Only experts whose record lies in the host tier are asked about: reading one fro
 """
 
 import enum
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ class Rates:
     cpu_bytes_per_s: float  # of weights that the kernels read from host memory, at one token
     cpu_s_per_token: float = 0.0  # arithmetic of one token in one expert, which decides where there are many
     cpu_call_s: float = 0.0  # for what goes there and comes back, once a layer
+    cpu_saves: float = 0.0  # the share of the time without the CPU that it must save
 
     def __post_init__(self) -> None:
         if not (self.link_bytes_per_s > 0 and self.cpu_bytes_per_s > 0 and self.cpu_s_per_token >= 0):
@@ -83,8 +85,10 @@ def choose_ways(misses: Sequence[Miss], rates: Rates, link_ahead_bytes: float = 
         return max(link_s, cpu_s[count] if count else 0.0)
 
     counts = [*range(len(fresh) + 1), len(by_cpu)]
-    for i in by_cpu[: min(counts, key=finished_s)]:
-        ways[i] = Way.CPU
+    best = min(counts, key=finished_s)
+    if finished_s(best) <= (1 - rates.cpu_saves) * finished_s(0):
+        for i in by_cpu[:best]:
+            ways[i] = Way.CPU
     return ways
 
 
@@ -108,6 +112,16 @@ class Ways:
         if link_bytes_per_s is not None:
             rates = replace(rates, link_bytes_per_s=link_bytes_per_s)
         return choose_ways(misses, rates, link_ahead_bytes)
+
+    def all_wait(self, geometry: int, experts: int, nbytes: int, link_bytes_per_s: float | None) -> bool:
+        """Whether so many misses of one token, or fewer, all wait for their copies while nothing else is on the link."""
+        return _all_wait(self, geometry, experts, nbytes, link_bytes_per_s)
+
+
+@functools.lru_cache(maxsize=64)
+def _all_wait(ways: Ways, geometry: int, experts: int, nbytes: int, link_bytes_per_s: float | None) -> bool:
+    misses = [Miss(nbytes)] * experts
+    return all(Way.CPU not in ways.choose(geometry, misses[:count], 0.0, link_bytes_per_s) for count in range(1, experts + 1))
 
 
 @dataclass(frozen=True)

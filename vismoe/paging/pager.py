@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
 from vismoe.errors import BusyError
 from vismoe.locks import RunningCall, under
+from vismoe.paging import at_once
 from vismoe.paging.changes import whole
 from vismoe.paging.demand import Demand
 from vismoe.paging.lent import Group
@@ -30,6 +31,7 @@ from vismoe.timeline import COMPUTE, Timeline
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase
 
 Given = ParamSpec("Given")
+Made = TypeVar("Made")
 Computed = tuple[Any, Sequence[int]]  # a layer's result, and the experts that it wanted
 
 
@@ -154,6 +156,28 @@ class Pager:
         for layer, (_, experts) in zip(free, made):
             core.hit(layer, experts)
             self._step_ended_s = time.perf_counter()
+        return made
+
+    def at_once(self, layer: int, ids: np.ndarray, compute: Callable[[Group], Made]) -> Made | None:
+        """What `compute(group)` returns, which queues the computation of all experts int64 `[n]` that one token wants of the
+        layer, in one change; None, and nothing has changed, where they must be demanded."""
+        return self.changes.make(self._at_once, layer, ids, compute)
+
+    def _at_once(self, layer: int, ids: np.ndarray, compute: Callable[[Group], Made]) -> Made | None:
+        began_s, core = time.perf_counter(), self.core
+        if self.timeline is not None or not at_once.fits(core, layer, len(ids)):
+            return None
+        self._claim()
+        taken = at_once.take(core, layer, ids)
+        if taken is None:
+            return None
+        queued_s = time.perf_counter()
+        made = compute(Group(taken.experts, core.table_of[layer].pool, taken.slabs))
+        ended_s = time.perf_counter()
+        at_once.computed(core, layer, taken)
+        self.metrics.add("compute_seconds", core.phase, layer, ended_s - queued_s)
+        self._count_layer(core.phase, layer, ended_s - began_s, len(ids), 0)
+        self._step_ended_s = ended_s
         return made
 
     def pin_prefix(self) -> Iterator[ExpertId]:

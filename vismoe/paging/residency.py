@@ -23,7 +23,7 @@ import bisect
 import collections
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +42,14 @@ from vismoe.types import HIGH, ExpertId, ExpertInventory, Phase
 logger = logging.getLogger(__name__)
 
 
+class Queued(NamedTuple):
+    """Copies that a device has queued: when the link begins with them and ends, as far as the host can know, and their bytes."""
+
+    began_s: float
+    ended_s: float
+    nbytes: int
+
+
 class Link:
     """What carries out copies: it asks for `next_copy` whenever it can carry one more, and says when one has `ended`. This one
     need not be told anything."""
@@ -58,6 +66,18 @@ class Link:
         """Hand a demanded copy to a device that lets what reads the slab wait: it has ended for all that the host decides. False:
         whoever copies has to be told, and waited for."""
         return False
+
+    def queues_all(self, geometry: int) -> bool:
+        """Whether any of these experts can be queued, by `queue_all`."""
+        return False
+
+    def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray) -> Queued:
+        """The same for several experts `[n]` (flat) of one layer, whose computation is queued next: that waits for them, and for
+        all that was queued before."""
+        raise AssertionError("`queues_all` says that it takes none")
+
+    def arrive(self, geometry: int, slabs: np.ndarray) -> None:
+        """What is queued on the device from now on sees what was queued to be copied into these slabs."""
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         """The computation that used these slabs was queued; a copy into one of them must wait for it."""
@@ -179,7 +199,7 @@ class Residency:
         self.ahead.clear()
         for table in self.tables:
             for expert in table.give_up_guesses():
-                self._count_wasted(expert)
+                self.count_wasted(expert)
 
     # -- rounds of drafted tokens
     @property
@@ -319,6 +339,19 @@ class Residency:
         if streaming.possible:
             self.metrics.add(streaming.verdict, self.phase, layer)
 
+    def count(self, layer: int, wanted: list[int], missing: list[int], late: int, counted: Collection[int] | None = None) -> None:
+        """The layer demands `wanted`; `missing` are not there, the last `late` of which are on their way. counted: those that
+        real tokens asked for; None: all."""
+        self.metrics.count_experts(layer, wanted, missing)
+        self.misses_this_layer = len(missing)
+        self.misses_this_step += len(missing)
+        self.demanded(layer, len(wanted), len(missing))
+        asked = [wanted, missing, missing[len(missing) - late :]]
+        if counted is not None:
+            asked = [[expert for expert in each if expert in counted] for each in asked]
+        demanded, missed, coming = map(len, asked)
+        self.metrics.count_demand(self.phase, layer, demanded - missed, missed, coming)
+
     def enter(self, layer: int, wanted: Sequence[int]) -> None:
         """The layer begins, and its router has spoken."""
         self._next_layer[self.phase, self._entered] = layer
@@ -388,7 +421,7 @@ class Residency:
         which it most likely wants. In decode the first layer of the next pass follows the last of this one."""
         self.ahead.clear()
         for expert in self.table_of[layer].drop_ahead(layer):
-            self._count_wasted(expert)
+            self.count_wasted(expert)
         decoding = self.phase is Phase.DECODE
         following = self._next_layer.get((self.phase, layer), self._after[layer])
         ahead = self.inventory.layers[following]
@@ -529,10 +562,10 @@ class Residency:
             if self.promises:
                 self.promises.evicted(self._numbered(room.evicted.expert.layer) + room.evicted.expert.expert)
             if room.evicted.unused_prefetch:
-                self._count_wasted(room.evicted.expert)
+                self.count_wasted(room.evicted.expert)
         return room
 
-    def _count_wasted(self, expert: ExpertId) -> None:
+    def count_wasted(self, expert: ExpertId) -> None:
         if not self.streams:  # the cap is about guesses
             self.ledger.wasted()
         nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)

@@ -137,9 +137,9 @@ class Streaming:
         self.demanded += wanted
         self.missed += missed
 
-    def copied(self, began_s: float, ended_s: float) -> None:
-        """An expert was copied. Copies overlap: what counts is how long the link was busy."""
-        self._copies += 1
+    def copied(self, began_s: float, ended_s: float, copies: int = 1) -> None:
+        """An expert was copied, or so many one after the other. Copies overlap: what counts is how long the link was busy."""
+        self._copies += copies
         self._busy_s += max(0.0, ended_s - max(began_s, self._busy_until_s))
         self._busy_until_s = max(self._busy_until_s, ended_s)
 

@@ -27,9 +27,9 @@ from vismoe.errors import ClosedError, TransferError
 from vismoe.formats.lossless import content_bytes
 from vismoe.locks import under
 from vismoe.paging.changes import Changes, whole
-from vismoe.paging.residency import Link, Residency
+from vismoe.paging.residency import Link, Queued, Residency
 from vismoe.paging.tickets import Moved, Ticket
-from vismoe.pools.host_tier import HostLease, HostTier
+from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.store.expert_store import ExpertStore
@@ -63,6 +63,15 @@ class Mover(Protocol):
         """Queue a copy on the device and return, by the thread that runs the model; the ticket gets the time that the link needs
         for it. None: not possible, `move` it."""
         return None
+
+    def queues_all(self, geometry: int) -> bool:
+        """Whether `queue_all` takes any expert of this geometry."""
+        return False
+
+    def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray, pool: Slabs) -> Queued:
+        """Queue copies of experts `[n]` (flat) into these slabs, by the thread that runs the model: what it queues from now on
+        sees these, and all that was queued before."""
+        raise AssertionError("`queues_all` says that it takes none")
 
     def arrive(self, geometry: int, slabs: np.ndarray) -> None:
         """What this thread queues on the device from now on sees what was queued to be copied into these slabs."""
@@ -136,6 +145,7 @@ class DeviceMover(Mover):
         self._behind: collections.deque[tuple[int, torch.cuda.Event]] = collections.deque()  # (a copy's number, the event behind)
         self._compute: torch.cuda.Stream | None = None
         self._clock = LinkClock()
+        self._lying: dict[int, np.ndarray] = {}  # by geometry, where host memory holds each expert (flat) for good
 
     @functools.cached_property
     def _put(self) -> Callable[[int, int, int], None] | None:
@@ -151,7 +161,7 @@ class DeviceMover(Mover):
         stream = self._unasked if unasked else self._demanded
         with self.hosts[pool.precision_of(ticket.slab)].lease(ticket.expert) as lease:
             with self._queueing[unasked], torch.cuda.stream(stream):
-                nbytes = self._copy(ticket, pool, lease.pool.record(lease.slab), stream)
+                nbytes = self._copy(ticket.geometry, ticket.slab, pool, lease.pool.record(lease.slab), stream)
                 copied = stream.record_event()
             copied.synchronize()
         return Moved(disk_bytes=lease.disk_bytes, link_bytes=nbytes)
@@ -160,37 +170,55 @@ class DeviceMover(Mover):
         lease = self.hosts[pool.precision_of(ticket.slab)].lease_for_good(ticket.expert) if not ticket.transition else None
         if lease is None:
             return None
-        slab, stream = (ticket.geometry, ticket.slab), self._demanded
-        nbytes = under(self._queueing[False], self._put_behind, ticket, pool, lease)
+        nbytes = self._put_all(ticket.geometry, pool, [ticket.slab], lease.pool, [lease.slab])
         ticket.began_s, ticket.ended_s = self._clock.times(nbytes)
-        self._queued += 1
-        self._coming[slab] = self._queued
+        self._coming[ticket.geometry, ticket.slab] = self._queued
         if self._queued % EVENT_EVERY == 0:
-            self._behind.append((self._queued, stream.record_event()))
+            self._behind.append((self._queued, self._demanded.record_event()))
         return Moved(link_bytes=nbytes)
 
-    def _put_behind(self, ticket: Ticket, pool: Slabs, lease: HostLease) -> int:
-        """Queue a copy behind those that were demanded before -> bytes over the link."""
-        stream = self._demanded
-        if self._put is None or self._decoding is not None or torch.cuda.current_device() != self._device.index:
-            record = lease.pool.record(lease.slab)
-            size = pool.bytes_of(ticket.slab) if self._decoding is None else content_bytes(record)
-            with torch.cuda.stream(stream), self._clock.timing(stream, size):
-                return self._copy(ticket, pool, record, stream)
-        nbytes = pool.bytes_of(ticket.slab)  # as `_copy`, without torch's way to another stream
-        event = self._last_read.get((ticket.geometry, ticket.slab))
-        if event is not None:
-            stream.wait_event(event)
-        with self._clock.timing(stream, nbytes):
-            self._put(int(pool.addresses[ticket.slab]), int(lease.pool.addresses[lease.slab]), nbytes)
+    def queues_all(self, geometry: int) -> bool:
+        if geometry not in self._lying:
+            lying = self.hosts[HIGH].lying_for_good(geometry) if len(self.hosts) == 1 else None
+            if lying is None:
+                return False
+            self._lying[geometry] = lying
+        return True
+
+    def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray, pool: Slabs) -> Queued:
+        host, lying = self.hosts[HIGH].pools[geometry], self._lying[geometry][experts].tolist()
+        nbytes = self._put_all(geometry, pool, slabs.tolist(), host, lying)
+        self._wait_behind(self._queued, torch.cuda.current_stream(self._device))
+        return Queued(*self._clock.times(nbytes), nbytes)
+
+    def _put_all(self, geometry: int, pool: Slabs, slabs: list[int], host: SlabPool, lying: list[int]) -> int:
+        """Queue copies of the records that lie there into these slabs, behind all that were demanded before -> bytes over the
+        link."""
+        nbytes = under(self._queueing[False], self._put_each, geometry, pool, slabs, host, lying)
+        self._queued += len(slabs)
         return nbytes
 
-    def _copy(self, ticket: Ticket, pool: Slabs, record: torch.Tensor, stream: torch.cuda.Stream) -> int:
+    def _put_each(self, geometry: int, pool: Slabs, slabs: list[int], host: SlabPool, lying: list[int]) -> int:
+        stream, put, last_read = self._demanded, self._put, self._last_read
+        if put is None or self._decoding is not None or torch.cuda.current_device() != self._device.index:
+            records = [host.record(place) for place in lying]
+            size = len(slabs) * pool.bytes_of(slabs[0]) if self._decoding is None else sum(map(content_bytes, records))
+            with torch.cuda.stream(stream), self._clock.timing(stream, size):
+                return sum(self._copy(geometry, slab, pool, record, stream) for slab, record in zip(slabs, records))
+        nbytes = pool.bytes_of(slabs[0])  # as `_copy`, without torch's way to another stream
+        with self._clock.timing(stream, nbytes * len(slabs)):
+            for slab, there, here in zip(slabs, pool.addresses[slabs].tolist(), host.addresses[lying].tolist()):
+                if (event := last_read.get((geometry, slab))) is not None:
+                    stream.wait_event(event)
+                put(there, here, nbytes)
+        return nbytes * len(slabs)
+
+    def _copy(self, geometry: int, slab: int, pool: Slabs, record: torch.Tensor, stream: torch.cuda.Stream) -> int:
         """Queue a copy on the current stream, which is this one -> bytes over the link."""
-        decoding = self._decoding if pool.precision_of(ticket.slab) == HIGH else None
-        there, event = pool.record(ticket.slab), self._last_read.get((ticket.geometry, ticket.slab))
-        decoder = decoding.decoders[ticket.geometry] if decoding is not None else None
-        nbytes = pool.bytes_of(ticket.slab) if decoding is None else content_bytes(record)
+        decoding = self._decoding if pool.precision_of(slab) == HIGH else None
+        there, event = pool.record(slab), self._last_read.get((geometry, slab))
+        decoder = decoding.decoders[geometry] if decoding is not None else None
+        nbytes = pool.bytes_of(slab) if decoding is None else content_bytes(record)
         if decoding is not None and decoder is not None:
             staged = decoding.staging.record(int(stream is self._unasked))[:nbytes]
             staged.copy_(record[:nbytes], non_blocking=True)
@@ -355,6 +383,18 @@ class Transfer(Link):
     @property
     def bytes_per_s(self) -> float | None:
         return self._mover.bytes_per_s
+
+    def queues_all(self, geometry: int) -> bool:
+        return self._mover.queues_all(geometry)
+
+    def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray) -> Queued:
+        try:
+            return self._mover.queue_all(geometry, experts, slabs, self._core.tables[geometry].pool)
+        except Exception as error:
+            raise TransferError(
+                f"{len(experts)} experts could not be brought in: {error}. "
+                "This request failed; the engine can go on with the next one."
+            ) from error
 
     def arrive(self, geometry: int, slabs: np.ndarray) -> None:
         self._mover.arrive(geometry, slabs)

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from vismoe.errors import ClosedError
 from vismoe.locks import under
 from vismoe.pools.pool import SlabPool
@@ -110,6 +112,16 @@ class HostTier:
             return None
         slab = under(self._lock, self._slab, expert)
         return None if slab is None else HostLease(self.pools[geometry], slab, 0)
+
+    def lying_for_good(self, geometry: int) -> np.ndarray | None:
+        """int64 `[F]`: the slab of each expert of a geometry, by layer and id, where all of them are here and never leave; else
+        None."""
+        if not self._holds_all[geometry]:
+            return None
+        layers = self._store.inventory.layers_of(geometry)
+        experts = [ExpertId(layer.index, expert) for layer in layers for expert in range(layer.num_experts)]
+        found = under(self._lock, lambda: [self._slab(expert) for expert in experts])
+        return None if None in found else np.array(found, dtype=np.int64)
 
     def has(self, experts: Iterable[ExpertId]) -> list[bool]:
         """For each expert, whether its complete record is here."""

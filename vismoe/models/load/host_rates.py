@@ -36,6 +36,9 @@ FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9
 # A layer's way from a GPU to the CPU kernels and back, beside their reading: two readbacks, a copy, and launches that wait for
 # it (docs/gpu.md).
 CPU_CALL_S = 0.8e-3
+# A GPU replays what it computes at once as a graph, and launches piece by piece what waits for the CPU. So the CPU is asked where
+# it saves this share of a layer's time, which its rates and the link's are not known better than.
+CPU_SAVES = 0.25
 DECODE_BYTES_PER_S = {"portable": 1e9, "avx2": 4e9, "avx512": 8e9}  # of bfloat16, by one thread, from lossless records
 
 
@@ -61,8 +64,8 @@ def _rates(settings: Settings, device: torch.device, raw: RecordLayout) -> Rates
     weights = sum(math.prod(section.shape) for section in raw.sections if len(section.shape) == 2)
     token_s = 2 * weights / (FLOP_PER_S[setup.isa] * setup.threads)
     profile = _profile(settings)
-    call_s = CPU_CALL_S if device.type == "cuda" else 0.0
-    return Rates(settings.emulated_link_bytes_per_s or _link_rate(profile, device), _cpu_rate(profile), token_s, call_s)
+    beside = (CPU_CALL_S, CPU_SAVES) if device.type == "cuda" else ()
+    return Rates(settings.emulated_link_bytes_per_s or _link_rate(profile, device), _cpu_rate(profile), token_s, *beside)
 
 
 def upgrade_rates(settings: Settings, device: torch.device) -> Rates:

@@ -75,6 +75,20 @@ class PagedLayer:
                 return out
         return self.demanded(module, hidden, index, factors)
 
+    def at_once(self, index: torch.Tensor, compute: Callable[[Group], torch.Tensor]) -> torch.Tensor | None:
+        """The layer's output for one token's choices index int64 `[1, K]`, by `compute`, in one step with its copies; None: its
+        experts must be demanded."""
+        context, step, serving = self.context, self.context.step, self.context.serving
+        told = step.beside or not context.lookahead_inputs.asks
+        plain = step.drafts is None and serving.chooser is None and not step.fewer and context.recorder is None
+        if not (told and plain and self.is_mine) or torch.is_grad_enabled():
+            return None
+        (ids,) = on_host(index)
+        out = serving.pager.at_once(self.layer, ids.reshape(-1), compute)
+        if out is not None:
+            self.computed_short(lambda: ids)
+        return out
+
     def run_layers(
         self,
         layers: Sequence[tuple[int, DecoderLayer, Sequence[Cached]]],

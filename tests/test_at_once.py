@@ -1,0 +1,160 @@
+"""A layer of one token served in one step has the state and the counters of a demand, and stands aside where that does more."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vismoe.errors import TransferError
+from vismoe.paging.miss import Rates, Ways
+from vismoe.paging.pager import Pager
+from vismoe.paging.residency import Queued
+from vismoe.paging.tickets import Moved
+from vismoe.paging.transfer import Mover
+from vismoe.pools.pool import SlabPool
+from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
+
+LAYERS, EXPERTS, TOP_K = 4, 8, 3
+LAYOUT = RecordLayout.of({"w": (4,)}, {"w": torch.float32})
+INVENTORY = ExpertInventory(tuple(MoELayer(i, f"layers.{i}", EXPERTS, TOP_K, 0) for i in range(LAYERS)), (LAYOUT,))
+TABLE = "slab_of expert_in layer_in state demanded ring streamed speculative borrowed left_for displaced uses worth".split()
+
+
+class Queueing(Mover):
+    """A device that queues every copy; each takes a second."""
+
+    by_demander, hosts = False, ()
+
+    def __init__(self, at_once):
+        self.at_once, self.copies, self.refuses = at_once, [], False
+
+    def move(self, ticket, pool):
+        return Moved(link_bytes=LAYOUT.record_bytes)
+
+    def queue(self, ticket, pool):
+        self.copies.append((ticket.expert.layer * EXPERTS + ticket.expert.expert, ticket.slab))
+        ticket.began_s, ticket.ended_s = len(self.copies) - 1.0, float(len(self.copies))
+        return Moved(link_bytes=LAYOUT.record_bytes)
+
+    def queues_all(self, geometry):
+        return self.at_once
+
+    def queue_all(self, geometry, experts, slabs, pool):
+        if self.refuses:
+            raise RuntimeError("made up")
+        began_s = float(len(self.copies))
+        self.copies += zip(experts.tolist(), slabs.tolist())
+        return Queued(began_s, float(len(self.copies)), len(slabs) * LAYOUT.record_bytes)
+
+
+def pager_of(at_once, slabs, order="lfu", **options):
+    return Pager(INVENTORY, (SlabPool(LAYOUT, slabs),), Queueing(at_once), order=order, threads=0, **options)
+
+
+def serve(pager, layer, ids) -> tuple[bool, list[int]]:
+    """(whether it was served at once, the experts in the order that they were computed in)."""
+    computed = pager.at_once(layer, np.array(ids), lambda group: group.experts)
+    if computed is not None:
+        return True, computed
+    with pager.demand(layer, sorted(ids)) as demand:
+        computed = [expert for group in demand.groups(in_order=False) for expert in group.experts]
+    pager.layer_ended(Phase.DECODE, layer, 0.0, 1, len(ids))  # as the experts function does
+    return False, computed
+
+
+def state(pager):
+    table, metrics = pager.tables[0], pager.metrics
+    values = metrics.snapshot().values.copy()
+    values[..., [metrics._column[name] for name in metrics._column if name.endswith("seconds")]] = 0
+    core = pager.core
+    counted = [metrics.demanded, metrics.missed, values, core.tick, core.misses_this_step, core.misses_this_layer]
+    learnt = [core.ledger.miss_s[Phase.DECODE], core.streaming[0].stall_s, core.streaming[0]._busy_s, core.streaming[0]._copies]
+    return [getattr(table, name).copy() for name in TABLE] + counted + learnt + [pager.transfer._mover.copies]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), order=st.sampled_from(["lfu", "lru"]), slabs=st.integers(TOP_K, LAYERS * EXPERTS - 1))
+def test_state_and_counters_are_those_of_demands(data, order, slabs):
+    pagers = [pager_of(at_once, slabs, order, may_stream=False) for at_once in (True, False)]
+    served = 0
+    for _ in range(data.draw(st.integers(1, 5), label="passes")):
+        for pager in pagers:
+            pager.begin_step(Phase.DECODE)
+        for layer in range(LAYERS):
+            ids = data.draw(st.permutations(range(EXPERTS)), label="ids")[:TOP_K]
+            (at_once, computed), (never, wanted) = (serve(pager, layer, ids) for pager in pagers)
+            served += at_once
+            assert not never and sorted(computed) == sorted(wanted) == sorted(ids)
+            for one, other in zip(*map(state, pagers)):
+                assert np.array_equal(one, other)
+            for pager in pagers:
+                pager.check_integrity()
+    assert served or slabs > TOP_K, "with no slab to spare, everything after the first layer is served at once"
+
+
+@pytest.fixture
+def full():
+    """A pager whose slabs are all taken, at the begin of a pass."""
+    pager = pager_of(at_once=True, slabs=2 * TOP_K)
+    pager.begin_step(Phase.DECODE)
+    for layer in range(2):
+        assert not serve(pager, layer, range(TOP_K))[0], "free slabs are taken by a demand"
+    pager.begin_step(Phase.DECODE)
+    return pager
+
+
+def test_what_takes_more_than_evictions_is_demanded(full):
+    assert full.at_once(0, np.array([0, 1, 2]), lambda group: group.experts) == [0, 1, 2]
+    assert full.at_once(0, np.array([0, 0, 2]), lambda group: group.experts) is None, "an expert twice"
+    assert full.at_once(0, np.array([0, 1, EXPERTS]), lambda group: group.experts) is None, "an expert that is none"
+    full.core.wanted.replace([(ExpertId(1, 5), 1.0)])
+    assert full.at_once(0, np.array([0, 1, 2]), lambda group: group.experts) is None, "a guess is to be copied"
+    full.core.wanted.replace([])
+    full.begin_step(Phase.PREFILL)
+    assert full.at_once(0, np.array([0, 1, 2]), lambda group: group.experts) is None, "a prompt"
+
+
+def test_what_the_link_refuses_fails_the_request_and_nothing_else(full):
+    full.transfer._mover.refuses = True
+    with pytest.raises(TransferError, match="2 experts could not be brought in: made up"):
+        full.at_once(0, np.array([0, 6, 7]), lambda group: group.experts)
+    full.check_integrity()
+    assert full.tables[0].pool.free == 2 and not full.tables[0].demanded.any()
+    full.transfer._mover.refuses = False
+    assert sorted(serve(full, 0, [0, 6, 7])[1]) == [0, 6, 7]
+
+
+def test_an_interrupt_leaves_nothing_that_was_not_copied(full):
+    def interrupted(group):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        full.at_once(0, np.array([0, 6, 7]), interrupted)
+    full.begin_step(Phase.DECODE)
+    full.check_integrity()
+    table = full.tables[0]
+    assert table.slab_of[6] < 0 and table.slab_of[7] < 0 and not table.demanded.any()
+
+
+def test_misses_that_the_cpu_would_compute_are_demanded():
+    slow = Ways("auto", (Rates(link_bytes_per_s=1.0, cpu_bytes_per_s=1e3),))
+    fast = Ways("auto", (Rates(link_bytes_per_s=1e3, cpu_bytes_per_s=1.0),))
+    assert fast.all_wait(0, TOP_K, 16, None) and not slow.all_wait(0, TOP_K, 16, None) and slow.all_wait(0, TOP_K, 16, 1e6)
+    assert not Ways("cpu", fast.rates).all_wait(0, 1, 16, None)
+
+
+def test_another_thread_may_not_run_the_model_meanwhile(full):
+    seen = []
+    other = threading.Thread(target=lambda: seen.append(full.residency()))
+
+    def compute(group):
+        other.start()
+        other.join(0.1)
+        return not seen
+
+    assert full.at_once(0, np.array([0, 6, 7]), compute), "it waits until the step is over"
+    other.join(10)
+    assert len(seen) == 1

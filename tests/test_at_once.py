@@ -39,7 +39,7 @@ class Queueing(Mover):
         ticket.began_s, ticket.ended_s = len(self.copies) - 1.0, float(len(self.copies))
         return Moved(link_bytes=LAYOUT.record_bytes)
 
-    def queues_all(self, geometry):
+    def queues_all(self, geometry, experts):
         return self.at_once
 
     def queue_all(self, geometry, experts, slabs, pool):

@@ -35,7 +35,8 @@ class SlabView:
         return TableArrays(
             expert_in, self.layer.astype(np.int32), np.full(size, -1, np.int32), state, kept & (which % 4 == 2),
             kept & (which % 4 == 3), none, self.streamed, self.speculative, none, self.worth, which[::-1].copy(),
-            np.full(size, -1, np.int32), self.promised[by_expert], none, self.priority.astype(np.float32)[by_expert], np.zeros(size),
+            np.full(size, -1, np.int32), self.promised[by_expert], none, self.priority.astype(np.float32)[by_expert],
+            np.zeros(size),
         )  # fmt: skip
 
 

@@ -2,11 +2,13 @@
 orders is for: without it a kernel reads another expert's bytes, every time."""
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import queue
 import random
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from vismoe.lookahead.lookahead import Seen
 from vismoe.paging.lent import Group
 from vismoe.paging.pager import Pager
 from vismoe.paging.tickets import Ticket
-from vismoe.paging.transfer import Decoding, DeviceMover
+from vismoe.paging.transfer import Decoding, DeviceMover, copier
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.readback import on_host
@@ -423,3 +425,53 @@ def no_wait_for_the_readback(patch):
 def test_each_order_of_the_lookahead_that_is_left_out_shows(mistake, late, monkeypatch):
     mistake(monkeypatch)
     assert len(wrong_scores(SimulatedCuda(late=late), monkeypatch)) == 5
+
+
+class Driver:
+    """Of the CUDA driver, what queues copies; the memory of the device is the host's."""
+
+    def __init__(self, batch: int | None = 0, one: int = 0):
+        self.calls: list[str] = []
+        if batch is not None:
+            self.cuMemcpyBatchAsync_v2 = functools.partial(self.copy_all, batch)
+
+        def put(there, here, nbytes, stream):
+            self.calls.append("one")
+            ctypes.memmove(there, here, nbytes)
+            return one
+
+        self.cuMemcpyHtoDAsync_v2 = put
+
+    def copy_all(self, status, there, here, sizes, count, attributes, first, kinds, stream):
+        self.calls.append("all")
+        assert list(attributes)[:1] == [1] and list(first) == [0] and kinds.value == 1 and stream.value == 7
+        places = [ctypes.cast(array, ctypes.POINTER(ctypes.c_uint64)) for array in (there, here, sizes)]
+        for i in range(0 if status else count.value):
+            ctypes.memmove(*(place[i] for place in places))
+        return status
+
+
+@pytest.mark.parametrize(
+    "driver, calls",
+    [(Driver(), ["all", "all", "one"]), (Driver(batch=None), ["one"] * 5), (Driver(batch=1), ["all"] + ["one"] * 5)],
+)
+def test_copies_are_queued_by_one_call_where_the_driver_takes_it(driver, calls, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    copy, records, slabs = (
+        copier(SimpleNamespace(cuda_stream=7)),
+        torch.arange(6).view(2, 3),
+        torch.zeros(2, 3, dtype=torch.int64),
+    )
+    there, here = (np.array([row.data_ptr() for row in rows]) for rows in (slabs, records))
+    for some in (slice(2), slice(2), slice(1)):
+        slabs.zero_()
+        copy(there[some], here[some], 24)
+        assert torch.equal(slabs[some], records[some]) and not slabs[2 if some.stop == 2 else 1 :].any()
+    assert driver.calls == calls
+
+
+def test_a_copy_that_the_driver_refuses_is_an_error(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(batch=None, one=700))
+    there, here = torch.zeros(3), torch.ones(3)
+    with pytest.raises(TransferError, match=r"12 bytes .* CUDA error 700"):
+        copier(SimpleNamespace(cuda_stream=7))(np.array([there.data_ptr()]), np.array([here.data_ptr()]), 12)

@@ -13,30 +13,19 @@ from vismoe.paging.residency import Residency
 from vismoe.types import Phase
 
 
-def fits(core: Residency, layer: int, experts: int) -> bool:
-    """Whether so many experts of a layer may be tried, by `take`."""
-    geometry = core.inventory.layers[layer].geometry
-    return (
-        core.phase is Phase.DECODE
-        and 0 < experts <= MOST_AT_ONCE
-        and core.hits_only(layer)
-        and not core.promises
-        and core.link.queues_all(geometry)
-        and (core.ways is None or core.ways.all_wait(geometry, experts, core.copied_bytes(geometry), core.link.bytes_per_s))
-    )
-
-
 def take(core: Residency, layer: int, ids: np.ndarray) -> Taken | None:
     """Slabs for all experts int64 `[n]` that one token wants of the layer, with their copies queued: what is queued from now on
     may compute them; then say `computed`. None: they must be demanded, and nothing has changed. Raises TransferError."""
     table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
+    if not _fits(core, layer, geometry, ids + table.base[layer]):
+        return None
     taken = table.take_slabs(layer, ids, core.window)
     if taken is None:
         return None
     if not taken.missing:
         core.link.arrive(geometry, taken.slabs)
         return taken
-    missing = np.add([taken.experts[i] for i in taken.missing], table.base[layer])
+    missing = np.array([taken.experts[i] for i in taken.missing]) + table.base[layer]
     try:
         began_s, ended_s, nbytes = core.link.queue_all(geometry, missing, taken.slabs[taken.missing])
     except TransferError:
@@ -51,6 +40,16 @@ def take(core: Residency, layer: int, ids: np.ndarray) -> Taken | None:
         streaming.stall_s += ended_s - began_s
         core.ledger.waited(ended_s - began_s, copies, 0.0)
     return taken
+
+
+def _fits(core: Residency, layer: int, geometry: int, experts: np.ndarray) -> bool:
+    """Whether a demand of these experts (flat) takes no more than slabs, as far as is known without looking at them."""
+    if core.phase is not Phase.DECODE or core.promises or not core.hits_only(layer) or len(experts) > MOST_AT_ONCE:
+        return False
+    if not core.link.queues_all(geometry, experts):
+        return False
+    ways, nbytes = core.ways, core.copied_bytes(geometry)
+    return ways is None or ways.all_wait(geometry, len(experts), nbytes, core.link.bytes_per_s)
 
 
 def computed(core: Residency, layer: int, taken: Taken) -> None:

@@ -165,7 +165,7 @@ class Pager:
 
     def _at_once(self, layer: int, ids: np.ndarray, compute: Callable[[Group], Made]) -> Made | None:
         began_s, core = time.perf_counter(), self.core
-        if self.timeline is not None or not at_once.fits(core, layer, len(ids)):
+        if self.timeline is not None:
             return None
         self._claim()
         taken = at_once.take(core, layer, ids)

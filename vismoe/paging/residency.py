@@ -67,8 +67,8 @@ class Link:
         whoever copies has to be told, and waited for."""
         return False
 
-    def queues_all(self, geometry: int) -> bool:
-        """Whether any of these experts can be queued, by `queue_all`."""
+    def queues_all(self, geometry: int, experts: np.ndarray) -> bool:
+        """Whether these experts `[n]` (flat) can be queued, by `queue_all`."""
         return False
 
     def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray) -> Queued:

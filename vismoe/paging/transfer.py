@@ -18,7 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from operator import itemgetter
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 EVENT_EVERY = 4  # queued copies: so many at most are waited for beside those that are needed
 MEASURE_EVERY_S = 0.25
+NEVER: tuple[int, Any] = (0, None)  # of a slab that nothing has read
 
 
 class Mover(Protocol):
@@ -64,8 +66,8 @@ class Mover(Protocol):
         for it. None: not possible, `move` it."""
         return None
 
-    def queues_all(self, geometry: int) -> bool:
-        """Whether `queue_all` takes any expert of this geometry."""
+    def queues_all(self, geometry: int, experts: np.ndarray) -> bool:
+        """Whether `queue_all` takes these experts `[n]` (flat) of a geometry."""
         return False
 
     def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray, pool: Slabs) -> Queued:
@@ -139,17 +141,17 @@ class DeviceMover(Mover):
         for stream in (self._demanded, self._unasked):
             stream.wait_event(queued)
         self._queueing = threading.RLock(), threading.RLock()  # on a stream, by one thread at a time
-        self._last_read: dict[tuple[int, int], torch.cuda.Event] = {}
+        self._last_read: dict[tuple[int, int], tuple[int, Any]] = {}  # by slab, the number and the event of its last release
+        self._reads = 0
         self._queued = self._seen = 0  # copies queued so far; up to which of them the compute stream waits
         self._coming: dict[tuple[int, int], int] = {}  # by slab, the number of the copy that was queued last
         self._behind: collections.deque[tuple[int, torch.cuda.Event]] = collections.deque()  # (a copy's number, the event behind)
         self._compute: torch.cuda.Stream | None = None
         self._clock = LinkClock()
-        self._lying: dict[int, np.ndarray] = {}  # by geometry, where host memory holds each expert (flat) for good
 
     @functools.cached_property
-    def _put(self) -> Callable[[int, int, int], None] | None:
-        """Queues a copy by the driver's own function, which is looked up when the first one is queued."""
+    def _put(self) -> Callable[[np.ndarray, np.ndarray, int], None] | None:
+        """Queues copies by the driver's own functions, which are looked up when the first one is queued."""
         return copier(self._demanded) if self._device.type == "cuda" else None
 
     @property
@@ -177,16 +179,13 @@ class DeviceMover(Mover):
             self._behind.append((self._queued, self._demanded.record_event()))
         return Moved(link_bytes=nbytes)
 
-    def queues_all(self, geometry: int) -> bool:
-        if geometry not in self._lying:
-            lying = self.hosts[HIGH].lying_for_good(geometry) if len(self.hosts) == 1 else None
-            if lying is None:
-                return False
-            self._lying[geometry] = lying
-        return True
+    def queues_all(self, geometry: int, experts: np.ndarray) -> bool:
+        return len(self.hosts) == 1 and self.hosts[HIGH].places_for_good(geometry, experts) is not None
 
     def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray, pool: Slabs) -> Queued:
-        host, lying = self.hosts[HIGH].pools[geometry], self._lying[geometry][experts].tolist()
+        host, places = self.hosts[HIGH].pools[geometry], self.hosts[HIGH].places_for_good(geometry, experts)
+        assert places is not None, "the caller has asked"
+        lying = places.tolist()
         nbytes = self._put_all(geometry, pool, slabs.tolist(), host, lying)
         self._wait_behind(self._queued, torch.cuda.current_stream(self._device))
         return Queued(*self._clock.times(nbytes), nbytes)
@@ -199,24 +198,24 @@ class DeviceMover(Mover):
         return nbytes
 
     def _put_each(self, geometry: int, pool: Slabs, slabs: list[int], host: SlabPool, lying: list[int]) -> int:
-        stream, put, last_read = self._demanded, self._put, self._last_read
+        stream, put = self._demanded, self._put
         if put is None or self._decoding is not None or torch.cuda.current_device() != self._device.index:
             records = [host.record(place) for place in lying]
             size = len(slabs) * pool.bytes_of(slabs[0]) if self._decoding is None else sum(map(content_bytes, records))
             with torch.cuda.stream(stream), self._clock.timing(stream, size):
                 return sum(self._copy(geometry, slab, pool, record, stream) for slab, record in zip(slabs, records))
         nbytes = pool.bytes_of(slabs[0])  # as `_copy`, without torch's way to another stream
+        last = max((self._last_read.get((geometry, slab), NEVER) for slab in slabs), key=itemgetter(0))
+        if last is not NEVER:
+            stream.wait_event(last[1])  # those before it are on the same stream
         with self._clock.timing(stream, nbytes * len(slabs)):
-            for slab, there, here in zip(slabs, pool.addresses[slabs].tolist(), host.addresses[lying].tolist()):
-                if (event := last_read.get((geometry, slab))) is not None:
-                    stream.wait_event(event)
-                put(there, here, nbytes)
+            put(pool.addresses[slabs], host.addresses[lying], nbytes)
         return nbytes * len(slabs)
 
     def _copy(self, geometry: int, slab: int, pool: Slabs, record: torch.Tensor, stream: torch.cuda.Stream) -> int:
         """Queue a copy on the current stream, which is this one -> bytes over the link."""
         decoding = self._decoding if pool.precision_of(slab) == HIGH else None
-        there, event = pool.record(slab), self._last_read.get((geometry, slab))
+        there, (_, event) = pool.record(slab), self._last_read.get((geometry, slab), NEVER)
         decoder = decoding.decoders[geometry] if decoding is not None else None
         nbytes = pool.bytes_of(slab) if decoding is None else content_bytes(record)
         if decoding is not None and decoder is not None:
@@ -261,25 +260,38 @@ class DeviceMover(Mover):
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         self.arrive(geometry, slabs)  # what was not computed may still be on its way
-        event = torch.cuda.current_stream(self._device).record_event()
-        for slab in slabs.tolist():
-            self._last_read[geometry, slab] = event
+        self._reads += 1
+        read = self._reads, torch.cuda.current_stream(self._device).record_event()
+        self._last_read.update(dict.fromkeys(((geometry, slab) for slab in slabs.tolist()), read))
 
 
-def copier(stream: torch.cuda.Stream) -> Callable[[int, int, int], None] | None:
-    """Queues (device address, page-locked host address, bytes) on a stream, by the driver's own function: torch would take as
-    long as the link needs for 2 MB, to make this stream the current one and back. None where there is no such library."""
+def copier(stream: torch.cuda.Stream) -> Callable[[np.ndarray, np.ndarray, int], None] | None:
+    """Queues copies of so many bytes to device addresses int64 `[n]` from page-locked ones of the host, on a stream, by the
+    driver's own functions: torch would take as long as the link needs for 2 MB, to make this stream the current one and back. One
+    call takes all, where the driver has that. None where there is no such library."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # another system calls it otherwise
         return None
     put, handle = driver.cuMemcpyHtoDAsync_v2, ctypes.c_void_p(stream.cuda_stream)
     put.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    batch = getattr(driver, "cuMemcpyBatchAsync_v2", None)  # CUDA 13
+    in_stream_order, first = (ctypes.c_int * 6)(1), (ctypes.c_size_t * 1)(0)  # CUmemcpyAttributes, which hold from the first on
 
-    def copy(there: int, here: int, nbytes: int) -> None:
-        status = put(there, here, nbytes, handle)
-        if status:
-            raise TransferError(f"a copy of {nbytes} bytes to the GPU was refused: CUDA error {status}")
+    def copy(there: np.ndarray, here: np.ndarray, nbytes: int) -> None:
+        nonlocal batch
+        if batch is not None and len(there) > 1:
+            sizes = np.full(len(there), nbytes, dtype=np.uint64)
+            places = (ctypes.c_void_p(array.ctypes.data) for array in (there, here, sizes))
+            status = batch(*places, ctypes.c_size_t(len(there)), in_stream_order, first, ctypes.c_size_t(1), handle)
+            if not status:
+                return
+            logger.info("copies to the GPU are queued one by one: CUDA error %d for a batch", status)
+            batch = None
+        for to, source in zip(there.tolist(), here.tolist()):
+            status = put(to, source, nbytes, handle)
+            if status:
+                raise TransferError(f"a copy of {nbytes} bytes to the GPU was refused: CUDA error {status}")
 
     return copy
 
@@ -384,8 +396,8 @@ class Transfer(Link):
     def bytes_per_s(self) -> float | None:
         return self._mover.bytes_per_s
 
-    def queues_all(self, geometry: int) -> bool:
-        return self._mover.queues_all(geometry)
+    def queues_all(self, geometry: int, experts: np.ndarray) -> bool:
+        return self._mover.queues_all(geometry, experts)
 
     def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray) -> Queued:
         try:

@@ -44,6 +44,17 @@ class HostTier:
         self.pools = tuple(SlabPool(layout, n, page_locked=page_locked) for layout, n in zip(layouts, slabs, strict=True))
         counts = collections.Counter(layer.geometry for layer in store.inventory.layers for _ in range(layer.num_experts))
         self._holds_all = [n >= counts[geometry] for geometry, n in enumerate(slabs)]
+        layers = store.inventory.layers
+        self._named = [
+            [
+                ExpertId(layer.index, expert)
+                for layer in layers
+                if layer.geometry == geometry
+                for expert in range(layer.num_experts)
+            ]
+            for geometry in range(len(slabs))
+        ]
+        self._places = [np.full(len(named), -1, dtype=np.int64) for named in self._named]  # of records that never leave
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Least recently used first.
@@ -113,15 +124,20 @@ class HostTier:
         slab = under(self._lock, self._slab, expert)
         return None if slab is None else HostLease(self.pools[geometry], slab, 0)
 
-    def lying_for_good(self, geometry: int) -> np.ndarray | None:
-        """int64 `[F]`: the slab of each expert of a geometry, by layer and id, where all of them are here and never leave; else
+    def places_for_good(self, geometry: int, experts: np.ndarray) -> np.ndarray | None:
+        """The slabs int64 `[n]` of these experts of a geometry, numbered by layer and id, if all are here and never leave; else
         None."""
         if not self._holds_all[geometry]:
             return None
-        layers = self._store.inventory.layers_of(geometry)
-        experts = [ExpertId(layer.index, expert) for layer in layers for expert in range(layer.num_experts)]
-        found = under(self._lock, lambda: [self._slab(expert) for expert in experts])
-        return None if None in found else np.array(found, dtype=np.int64)
+        places = self._places[geometry]
+        if int(places[experts].min(initial=0)) < 0:  # what came since they were looked up
+            named = self._named[geometry]
+            for flat in experts[places[experts] < 0].tolist():
+                slab = under(self._lock, self._slab, named[flat])
+                if slab is None:
+                    return None
+                places[flat] = slab
+        return places[experts]
 
     def has(self, experts: Iterable[ExpertId]) -> list[bool]:
         """For each expert, whether its complete record is here."""

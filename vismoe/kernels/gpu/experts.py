@@ -27,7 +27,7 @@ from vismoe.types import ExpertForm, Format, RecordLayout
 
 FEW_ROWS, MANY_ROWS = 16, 32  # pairs of a tile: decoding, prompts
 COLUMNS, INPUTS = 32, 128  # of a tile, and how many inputs of raw weights are loaded at once
-SUM_COLUMNS = 1024
+SUM_COLUMNS = 256
 MOST_ARRANGED = 127  # pairs that one program arranges
 WARPS, STAGES = 4, 4
 

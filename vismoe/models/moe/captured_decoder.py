@@ -46,14 +46,15 @@ class Graph(Protocol):
 
 
 class CudaGraphs:
-    """Makes graphs of one decoder, which share their memory."""
+    """Makes graphs of one decoder; those of a capture share their memory."""
 
     def __init__(self, device: torch.device):
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._device = device
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Within, graphs are begun and ended, on a stream of their own."""
+        self._pool = torch.cuda.graph_pool_handle()  # the one before may have ended with its graphs
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
         gc.collect()

@@ -60,7 +60,7 @@ ROW_PROGRAMS = [
 ]
 
 
-def compiled(name: str, constants: dict, capability: int, warps: int = gpu.WARPS) -> dict:
+def compiled(name: str, constants: dict, capability: int, warps: int = 4) -> dict:
     program = getattr(row_programs if name in ("norm", "rotate", "choose") else programs, name)
     kinds = {name: kind for name, kind in POINTERS[name].items() if name not in constants}
     names = program.arg_names
@@ -142,10 +142,11 @@ def main(capabilities: list[int], rows: list[int], formats: list[str]) -> None:
         for format in map(Format, formats):
             experts = Experts.of(format, torch.bfloat16, 2048, 768, 0)
             kernel = gpu.GpuKernel.of(format, experts.raw, experts.codec.slab, experts.model_form, torch.bfloat16)
-            block = {"BM": some, "BN": gpu.COLUMNS, "BK": gpu.INPUTS, "INTERPRETED": False}
             about = {"format": str(format), "rows": some}
-            found.append({**about, **compiled("up", {"TOP_K": 8, **kernel._up, **block}, capability)})
-            found.append({**about, **compiled("down", {**kernel._down, **block}, capability)})
+            for name, gated, constants in (("up", True, {"TOP_K": 8, **kernel._up}), ("down", False, kernel._down)):
+                block = gpu.block(some, False, gated)
+                shape = {name: block[name] for name in ("BM", "BN", "BK", "INTERPRETED")}
+                found.append({**about, **compiled(name, {**constants, **shape}, capability, block["num_warps"])})
         adding = {"HIDDEN": 2048, "ADDING": True, "BN": gpu.SUM_COLUMNS, "INTERPRETED": False}
         of_eight = {"EXPERTS": 128, "TOP_K": 8, "PAIRS": 64}
         for name, constants in (("combine", adding), ("arrange", of_eight), ("arrange", {**of_eight, "slots": None})):

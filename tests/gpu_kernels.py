@@ -126,7 +126,8 @@ def test_a_result_depends_on_its_own_token_and_expert_only(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_shape_of_a_tile_does_not_change_a_bit(format):
     experts, batch = Experts.of(format, hidden=2048, intermediate=768), Batch.of([1, 40, 16], 2048)
-    assert torch.equal(parts(experts, batch, rows=gpu.FEW_ROWS), parts(experts, batch, rows=gpu.MANY_ROWS))
+    few, *others = (parts(experts, batch, rows=rows) for rows in (gpu.ONE_TOKEN, gpu.FEW_ROWS, gpu.MANY_ROWS))
+    assert all(torch.equal(few, other) for other in others)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -421,7 +422,8 @@ DEMAND = Pager.demand
 def wide_tiles(monkeypatch):
     """The interpreter takes its time for each program."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(gpu, "COLUMNS", 64)
+        block = gpu.block
+        monkeypatch.setattr(gpu, "block", lambda *given: block(*given) | {"BN": 64})
 
 
 @pytest.fixture(scope="module")

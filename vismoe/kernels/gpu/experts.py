@@ -25,11 +25,10 @@ from vismoe.formats.affine import GRIDS
 from vismoe.kernels.matrices import SIXTEEN_BITS, Matrix, matrices
 from vismoe.types import ExpertForm, Format, RecordLayout
 
-FEW_ROWS, MANY_ROWS = 16, 32  # pairs of a tile: decoding, prompts
-COLUMNS, INPUTS = 32, 128  # of a tile, and how many inputs of raw weights are loaded at once
+ONE_TOKEN, FEW_ROWS, MANY_ROWS = 8, 16, 32  # pairs of a tile: decoding one token or few, several, prompts
 SUM_COLUMNS = 256
 MOST_ARRANGED = 127  # pairs that one program arranges
-WARPS, STAGES = 4, 4
+STAGES = 4
 
 
 def missing(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -105,13 +104,12 @@ class GpuKernel:
         count = tiles.shape[1]
         if not count:
             return
-        block = {"BM": rows, "BN": COLUMNS, "BK": INPUTS, "INTERPRETED": interpreted}
-        how = {"num_warps": WARPS, "num_stages": STAGES, "enable_fp_fusion": False}
+        up, down = (block(rows, interpreted, gated) for gated in (self._up["GATE"] != "none", False))
         top_k = factors.shape[1]
-        grid = (count, -(-self.intermediate // COLUMNS))
-        programs.up[grid](x, places, tiles, count, activated, TOP_K=top_k, **self._up, **block, **how)
-        grid = (count, -(-self.hidden // COLUMNS))
-        programs.down[grid](activated, places, factors, tiles, count, parts, **self._down, **block, **how)
+        grid = (count, -(-self.intermediate // up["BN"]))
+        programs.up[grid](x, places, tiles, count, activated, TOP_K=top_k, **self._up, **up)
+        grid = (count, -(-self.hidden // down["BN"]))
+        programs.down[grid](activated, places, factors, tiles, count, parts, **self._down, **down)
 
     def workspace_bytes(self, pairs: int) -> int:
         """Bytes of `activated` and `parts` for so many pairs."""
@@ -128,9 +126,17 @@ def tiles_of(addresses: np.ndarray, starts: np.ndarray, ends: np.ndarray, rows: 
     return np.stack([addresses[which], first, np.minimum(ends[which] - first, rows)]).astype(np.int64)
 
 
+def block(rows: int, interpreted: bool, gated: bool = False) -> dict[str, Any]:
+    """Of a program whose tiles have so many pairs: its columns (of a gated one twice as many rows of weights), the inputs of raw
+    weights that are loaded at once, and how it is compiled. Measured on an H200 for one token of the 30B model (docs/gpu.md)."""
+    few = rows < FEW_ROWS
+    shape = {"BM": rows, "BN": 16 if few and gated else 32, "BK": 256 if few else 128, "INTERPRETED": interpreted}
+    return {**shape, "num_warps": 2 if few else 4, "num_stages": STAGES, "enable_fp_fusion": False}
+
+
 def tile_rows(most_pairs: int) -> int:
     """Pairs of a tile for experts with at most `most_pairs` pairs."""
-    return FEW_ROWS if most_pairs <= FEW_ROWS else MANY_ROWS
+    return next((rows for rows in (ONE_TOKEN, FEW_ROWS) if most_pairs <= rows), MANY_ROWS)
 
 
 def sums_of(tokens: np.ndarray, count: int | None = None) -> tuple[int, np.ndarray]:

@@ -4,7 +4,8 @@ decoders of lossless records, which `lossless` launches.
 A product's program computes one tile: up to BM pairs of one expert, times BN columns. The expert's record is found by its
 address, so one launch serves experts anywhere in the pool. Weights are decoded in registers to the type of the inputs, as torch
 restores them; products are summed in float32, along the inputs in one fixed order, whatever the shape of the tile. Nothing is
-added by atomics. So the result of a pair depends on its token and its expert only.
+added by atomics. So the result of a pair depends on its token and its expert only. Tiles of less than 16 pairs are transposed:
+the instruction that multiplies takes 16 rows from its left side, which weights can fill, and 8 columns from its right side.
 
 A tile is described by three rows of `tiles` int64 `[3, n]`: the record's address, the tile's first pair, the number of its pairs.
 Importing this module needs Triton. Interpreted (TRITON_INTERPRET=1), it runs on the CPU, in float32 where `tl.dot` would
@@ -42,6 +43,44 @@ def _dot(a, b, sums, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _added(x, w, sums, SWAPPED: tl.constexpr, INTERPRETED: tl.constexpr):
+    """sums plus x `[BM, K]` times w, `[K, COLUMNS]`; swapped, w is `[COLUMNS, K]` and sums are `[COLUMNS, BM]`."""
+    if SWAPPED:
+        return _dot(w, tl.trans(x), sums, INTERPRETED)
+    else:
+        return _dot(x, w, sums, INTERPRETED)
+
+
+@triton.jit
+def _columns(values, SWAPPED: tl.constexpr):
+    """Values of columns, as the tile of weights lies."""
+    if SWAPPED:
+        return values[:, None]
+    else:
+        return values[None, :]
+
+
+@triton.jit
+def _rows(values, SWAPPED: tl.constexpr):
+    """Values of inputs, as the tile of weights lies."""
+    if SWAPPED:
+        return values[None, :]
+    else:
+        return values[:, None]
+
+
+@triton.jit
+def _of_group(numbers, r, group, known, GROUPS: tl.constexpr):
+    """Float32 scales or offsets of one group of rows `r`, of bfloat16 `numbers`. Two are loaded where that is possible: loads of
+    4 bytes are made ahead, those of 2 are waited for."""
+    if GROUPS % 2 == 0:
+        two = tl.load(numbers.to(tl.pointer_type(tl.int32)) + r * (GROUPS // 2) + group // 2, mask=known, other=0)
+        return ((two >> (group % 2 * 16)) << 16).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(numbers.to(tl.pointer_type(tl.bfloat16)) + r * GROUPS + group, mask=known, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _product(
     record, x_rows, x_ok, r, r_ok,
     BITS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, OFFSET_AT: tl.constexpr, BIAS_AT: tl.constexpr,
@@ -49,42 +88,46 @@ def _product(
     GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, BM: tl.constexpr, COLUMNS: tl.constexpr, BK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Float32 `[BM, COLUMNS]`: inputs at `x_rows` times rows `r` of the matrix, plus its bias."""
+    """Float32 `[BM, COLUMNS]`, or `[COLUMNS, BM]` where BM is below 16: inputs at `x_rows` times rows `r` of the matrix, plus its
+    bias."""
     kind = x_rows.dtype.element_ty
-    sums = tl.zeros((BM, COLUMNS), tl.float32)
+    SWAPPED: tl.constexpr = BM < 16
+    sums = tl.zeros((COLUMNS, BM) if SWAPPED else (BM, COLUMNS), tl.float32)
     if BITS == 16:
         weights = tl.multiple_of(record.to(tl.pointer_type(kind)), 64) + AT // 2
         for start in range(0, INPUTS, BK):
             k = start + tl.arange(0, BK)
-            at = k[:, None] * ROWS + r[None, :] if TRANSPOSED else r[None, :] * INPUTS + k[:, None]
-            w = tl.load(weights + at, mask=(k < INPUTS)[:, None] & r_ok[None, :], other=0.0)
-            sums = _dot(_inputs(x_rows, k, x_ok, INPUTS), w, sums, INTERPRETED)
+            if TRANSPOSED:
+                at = _rows(k * ROWS, SWAPPED) + _columns(r, SWAPPED)
+            else:
+                at = _columns(r * INPUTS, SWAPPED) + _rows(k, SWAPPED)
+            w = tl.load(weights + at, mask=_rows(k < INPUTS, SWAPPED) & _columns(r_ok, SWAPPED), other=0.0)
+            sums = _added(_inputs(x_rows, k, x_ok, INPUTS), w, sums, SWAPPED, INTERPRETED)
     else:
         LANES: tl.constexpr = 8 // BITS
         codes = tl.multiple_of(record.to(tl.pointer_type(tl.uint8)), 64) + AT
-        scales = (record + SCALE_AT).to(tl.pointer_type(tl.bfloat16))
-        offsets = (record + OFFSET_AT).to(tl.pointer_type(tl.bfloat16))
+        scales, offsets = tl.multiple_of(record + SCALE_AT, 16), tl.multiple_of(record + OFFSET_AT, 16)
         STEP: tl.constexpr = 64 if BITS > 2 else LOAD_BYTES  # bytes, whose inputs of one lane are in one group
         for start in range(0, ROW_BYTES, STEP):
             at = start + tl.arange(0, STEP)
-            bytes = tl.load(codes + r[None, :] * ROW_BYTES + at[:, None], mask=(at < ROW_BYTES)[:, None] & r_ok[None, :], other=0)
+            there = _rows(at < ROW_BYTES, SWAPPED) & _columns(r_ok, SWAPPED)
+            bytes = tl.load(codes + (_columns(r * ROW_BYTES, SWAPPED) + _rows(at, SWAPPED)), mask=there, other=0).to(tl.uint32)
             for lane in tl.static_range(LANES):
                 k = at // LOAD_BYTES * (LOAD_BYTES * LANES) + lane * LOAD_BYTES + at % LOAD_BYTES
                 group = (start * LANES + lane * LOAD_BYTES) // GROUP
                 known = r_ok & (group < GROUPS)
-                scale = tl.load(scales + r * GROUPS + group, mask=known, other=0.0).to(tl.float32)
-                offset = tl.load(offsets + r * GROUPS + group, mask=known, other=0.0).to(tl.float32)
-                if BITS == 8:
-                    code = bytes.to(tl.int8, bitcast=True).to(tl.float32)
-                else:
-                    code = ((bytes >> (lane * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - (1 << (BITS - 1))
-                w = code * scale[None, :] + offset[None, :]
+                scale = _columns(_of_group(scales, r, group, known, GROUPS), SWAPPED)
+                offset = _columns(_of_group(offsets, r, group, known, GROUPS), SWAPPED)
+                number = bytes ^ 0x80 if BITS == 8 else (bytes >> (lane * BITS)) & ((1 << BITS) - 1)
+                code = (number | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))  # 2^23 + number
+                w = code * scale + offset
                 if kind == tl.float16:
                     w = tl.clamp(w, -65504.0, 65504.0)
-                sums = _dot(_inputs(x_rows, k, x_ok, INPUTS), _rounded(w, kind, INTERPRETED), sums, INTERPRETED)
+                x = _inputs(x_rows, k, x_ok, INPUTS)
+                sums = _added(x, _rounded(w, kind, INTERPRETED), sums, SWAPPED, INTERPRETED)
     if BIAS_AT >= 0:
         bias = tl.load((record + BIAS_AT).to(tl.pointer_type(BIAS_TYPE)) + r, mask=r_ok, other=0.0)
-        sums += bias.to(tl.float32)[None, :]
+        sums += bias.to(tl.float32)[:, None] if SWAPPED else bias.to(tl.float32)[None, :]
     return sums
 
 
@@ -146,6 +189,8 @@ def up(
         BITS, AT, SCALE_AT, OFFSET_AT, BIAS_AT, BIAS_TYPE, ROWS, INPUTS, ROW_BYTES, GROUPS, GROUP, TRANSPOSED,
         BM, COLUMNS, BK, INTERPRETED,
     )  # fmt: skip
+    if BM < 16:
+        sums = tl.trans(sums)
     if GATED:
         gate, linear = tl.split(tl.reshape(sums, (BM, BN, 2)))
         h = _activated(gate, linear, ACTIVATION, ALPHA, LIMIT)
@@ -181,6 +226,8 @@ def down(
     )  # fmt: skip
     place = tl.load(places + first + m, mask=m_ok, other=0)
     weight = tl.load(factors + place, mask=m_ok, other=0.0).to(tl.float32)
+    if BM < 16:
+        sums = tl.trans(sums)
     at = (first + m)[:, None] * HIDDEN + n[None, :]
     tl.store(parts + at, sums * weight[:, None], mask=m_ok[:, None] & (n < HIDDEN)[None, :])
 

@@ -108,7 +108,7 @@ class GpuExperts:
             tiles, sums = gpu.arrange(index.contiguous(), table, experts, slots)
             if ring is not None:
                 ring.decode(geometry, tiles[3])
-            kernel.parts(hidden, self.in_order(device), factors, tiles, gpu.FEW_ROWS, activated, parts)
+            kernel.parts(hidden, self.in_order(device), factors, tiles, gpu.ONE_TOKEN, activated, parts)
             gpu.combine(parts, sums, len(hidden), out)
         return out
 

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vismoe.errors import ConfigError
-from vismoe.paging.miss import Miss, Rates, Upgrades, Way, Ways, choose_ways
+from vismoe.paging.miss import CpuPace, Miss, Rates, Upgrades, Way, Ways, choose_ways
 from vismoe.pair import HIGH, LOW, Format, FormatPair
 from vismoe.precision.policy import Policy
 from vismoe.precision.rules import serve
+from vismoe.types import Phase
 
 BYTES = 1000
 rates = st.builds(Rates, st.floats(0.5, 100), st.floats(0.5, 100), st.floats(0, 1000))
@@ -69,6 +70,34 @@ def test_deterministic_ways_do_not_look_at_the_queue_and_cpu_means_always():
     assert Ways("auto", rates).choose(0, two, 1e9) == [Way.CPU, Way.CPU]
     assert Ways("auto", rates, deterministic=True).choose(0, two, 1e9) == Ways("auto", rates).choose(0, two, 0.0)
     assert Ways("cpu", (Rates(1e9, 1.0),)).choose(0, two, 0.0) == [Way.CPU, Way.CPU]
+
+
+def test_the_cpu_is_asked_only_where_that_saves_a_share_of_the_time():
+    """Here it would take one of two misses, and save half."""
+    two = [Miss(BYTES), Miss(BYTES)]
+    assert choose_ways(two, Rates(10.0, 10.0, cpu_saves=0.5)) == [Way.CPU, Way.WAIT]
+    assert choose_ways(two, Rates(10.0, 10.0, cpu_saves=0.51)) == [Way.WAIT, Way.WAIT]
+
+
+def test_a_cpu_that_took_longer_than_its_rates_say_is_asked_less_until_that_is_forgotten():
+    ways, pace = Ways("auto", (Rates(10.0, 10.0),)), CpuPace()
+    misses = [Miss(BYTES)] * 4
+
+    def asked(phase=Phase.DECODE):
+        return ways.choose(0, misses, 0.0, None, pace.slowness(phase)).count(Way.CPU)
+
+    assert asked() == 2
+    pace.took(Phase.DECODE, 0.1, 1.0)
+    assert asked() == 2, "sooner than expected is as expected"
+    for _ in range(8):
+        pace.took(Phase.DECODE, 8.0, 1.0)
+    assert pace.slowness(Phase.DECODE) == 8.0 and asked() == 0 and asked(Phase.PREFILL) == 2
+    assert ways.all_wait(0, 4, BYTES, None, 8.0) and not ways.all_wait(0, 4, BYTES, None, 1.0)
+    passes = 0
+    while not asked() and passes < 200:
+        pace.begin_pass(Phase.DECODE)
+        passes += 1
+    assert 20 < passes < 100
 
 
 @pytest.mark.parametrize("bad", [(0, 1), (1, 0), (1, 1, -1.0), (float("nan"), 1)])

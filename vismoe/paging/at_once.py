@@ -48,8 +48,8 @@ def _fits(core: Residency, layer: int, geometry: int, experts: np.ndarray) -> bo
         return False
     if not core.link.queues_all(geometry, experts):
         return False
-    ways, nbytes = core.ways, core.copied_bytes(geometry)
-    return ways is None or ways.all_wait(geometry, len(experts), nbytes, core.link.bytes_per_s)
+    measured = core.link.bytes_per_s, core.cpu_pace.slowness(core.phase)
+    return core.ways is None or core.ways.all_wait(geometry, len(experts), core.copied_bytes(geometry), *measured)
 
 
 def computed(core: Residency, layer: int, taken: Taken) -> None:

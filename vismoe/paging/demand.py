@@ -114,13 +114,14 @@ class Demand:
             self._issue(must=in_order and self.todo[0] not in self.tickets)
         return group
 
-    def computed(self, group: Group) -> None:
-        """A group, or a part of one, was computed; its slabs protect themselves by what they are worth from now on."""
+    def computed(self, group: Group, seconds: float | None = None) -> None:
+        """A group, or a part of one, was computed; its slabs protect themselves by what they are worth from now on. seconds: what
+        that took the host, if measured."""
         if self._upgrading is not None and self._counted != ():
             self._upgrading.count(group, self._tokens)
         if group.on_host:
             assert self.host_compute is not None
-            self.host_compute.computed(group.experts, self._counted)
+            self.host_compute.computed(group.experts, self._counted, seconds)
             slabs = self._table.slab_of[np.add(group.experts, self._base)]
             self._leave(slabs[slabs >= 0])
         else:

@@ -42,13 +42,15 @@ class HostCompute:
         asked.sort()
         misses = [Miss(self._bytes(expert), tokens.get(expert, 1), expert in on_their_way) for expert in asked]
         ahead_bytes = self._core.queued_bytes() + sum(map(self._bytes, set(missing) - set(asked)))
-        chosen = self._ways.choose(self._geometry, misses, ahead_bytes, self._core.link.bytes_per_s)
+        core = self._core
+        measured = core.link.bytes_per_s, core.cpu_pace.slowness(core.phase)
+        chosen = self._ways.choose(self._geometry, misses, ahead_bytes, *measured)
         self.experts = {expert for expert, way in zip(asked, chosen) if way is Way.CPU}
 
-    def seconds(self) -> float:
-        """What computing them takes by the rates that the choice was made with."""
-        rates = self._ways.rates[self._geometry]
-        return sum(rates.cpu_s(self._bytes(expert), self._tokens.get(expert, 1)) for expert in sorted(self.experts))
+    def seconds(self, experts: Sequence[int] | None = None) -> float:
+        """What computing them takes, or some of them, by the rates that are not measured on the way."""
+        rates, experts = self._ways.rates[self._geometry], sorted(self.experts) if experts is None else experts
+        return sum(rates.cpu_s(self._bytes(expert), self._tokens.get(expert, 1)) for expert in experts)
 
     def lend(self, todo: Sequence[int], in_order: bool) -> tuple[Group, set[int]]:
         """(What is computed next, held, in one format; what has left host memory and is not ours any more). In order: only what
@@ -68,9 +70,11 @@ class HostCompute:
         pool = host.pools[self._geometry]
         return Group(ready, pool, slabs, on_host=True, precision=None if self._wanted_in is None else precision), gone
 
-    def computed(self, experts: Sequence[int], counted: Collection[int] | None) -> None:
-        """A copy that was under way, or has arrived, stays: it is an ordinary resident now."""
+    def computed(self, experts: Sequence[int], counted: Collection[int] | None, seconds: float | None) -> None:
+        """A copy that was under way, or has arrived, stays: it is an ordinary resident now. seconds: what it took, if known."""
         core, table = self._core, self._table
+        if seconds is not None:
+            core.cpu_pace.took(core.phase, seconds, self.seconds(experts))
         for host in core.hosts:
             host.let_go()
         table.used_on_host(np.add(experts, table.base[self._layer]))

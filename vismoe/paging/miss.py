@@ -11,14 +11,19 @@ Only experts whose record lies in the host tier are asked about: reading one fro
 import enum
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vismoe.errors import ConfigError
 from vismoe.pair import HIGH, LOW
 from vismoe.precision.policy import Policy
 from vismoe.precision.rules import Serve, serve, upgrades_in_time
+from vismoe.types import Phase
+
+PACE_SHARE = 0.5  # of the newest measurement in what is known of the CPU's pace
+PACE_KEPT = 0.98  # of that from pass to pass
 
 
 class Way(enum.Enum):
@@ -52,6 +57,15 @@ class Rates:
 
     def copy_s(self, nbytes: float) -> float:
         return nbytes / self.link_bytes_per_s
+
+    def with_measured(self, link_bytes_per_s: float | None, cpu_slowness: float) -> "Rates":
+        """As measured since: the link's rate, where it is known, and how many times as long as it should the CPU took."""
+        return replace(
+            self,
+            link_bytes_per_s=link_bytes_per_s or self.link_bytes_per_s,
+            cpu_bytes_per_s=self.cpu_bytes_per_s / cpu_slowness,
+            cpu_s_per_token=self.cpu_s_per_token * cpu_slowness,
+        )
 
     def cpu_s(self, expert_bytes: int, tokens: int) -> float:
         """The weights are read once, whatever the number of tokens."""
@@ -101,27 +115,52 @@ class Ways:
     deterministic: bool = False  # decide by bytes and tokens only: nothing is copied unasked, and what is queued does not count
 
     def choose(
-        self, geometry: int, misses: Sequence[Miss], link_ahead_bytes: float, link_bytes_per_s: float | None = None
+        self,
+        geometry: int,
+        misses: Sequence[Miss],
+        link_ahead_bytes: float,
+        link_bytes_per_s: float | None = None,
+        cpu_slowness: float = 1.0,
     ) -> list[Way]:
-        """A way for each of a layer's misses. link_bytes_per_s: as measured since, where it is known."""
+        """A way for each of a layer's misses. link_bytes_per_s, cpu_slowness: as of `Rates.with_measured`."""
         if self.policy == "cpu":
             return [Way.CPU] * len(misses)
-        rates = self.rates[geometry]
         if self.deterministic:
-            return choose_ways(misses, rates)
-        if link_bytes_per_s is not None:
-            rates = replace(rates, link_bytes_per_s=link_bytes_per_s)
-        return choose_ways(misses, rates, link_ahead_bytes)
+            return choose_ways(misses, self.rates[geometry])
+        return choose_ways(misses, self.rates[geometry].with_measured(link_bytes_per_s, cpu_slowness), link_ahead_bytes)
 
-    def all_wait(self, geometry: int, experts: int, nbytes: int, link_bytes_per_s: float | None) -> bool:
+    def all_wait(
+        self, geometry: int, experts: int, nbytes: int, link_bytes_per_s: float | None = None, cpu_slowness: float = 1.0
+    ) -> bool:
         """Whether so many misses of one token, or fewer, all wait for their copies while nothing else is on the link."""
-        return _all_wait(self, geometry, experts, nbytes, link_bytes_per_s)
+        return _all_wait(self, geometry, experts, nbytes, link_bytes_per_s, cpu_slowness)
 
 
 @functools.lru_cache(maxsize=64)
-def _all_wait(ways: Ways, geometry: int, experts: int, nbytes: int, link_bytes_per_s: float | None) -> bool:
+def _all_wait(ways: Ways, geometry: int, experts: int, nbytes: int, *measured: Any) -> bool:
     misses = [Miss(nbytes)] * experts
-    return all(Way.CPU not in ways.choose(geometry, misses[:count], 0.0, link_bytes_per_s) for count in range(1, experts + 1))
+    return all(Way.CPU not in ways.choose(geometry, misses[:count], 0.0, *measured) for count in range(1, experts + 1))
+
+
+class CpuPace:
+    """How many times as long as its rates say the CPU takes, by phase: other work shares its cores and its memory, and the rates
+    may be nominal ones. What was measured is forgotten in the course of some dozens of passes, so that the CPU is tried again."""
+
+    def __init__(self) -> None:
+        self._logs: dict[Phase, float] = {}  # to the base of 2
+
+    def slowness(self, phase: Phase) -> float:
+        """In steps, so that choices can be remembered."""
+        return float(2.0 ** round(self._logs.get(phase, 0.0)))
+
+    def took(self, phase: Phase, seconds: float, expected_s: float) -> None:
+        """Experts were computed, which the rates said takes `expected_s`."""
+        before = self._logs.get(phase, 0.0)
+        self._logs[phase] = before + PACE_SHARE * (math.log2(max(seconds / expected_s, 1.0)) - before)
+
+    def begin_pass(self, phase: Phase) -> None:
+        if phase in self._logs:
+            self._logs[phase] *= PACE_KEPT
 
 
 @dataclass(frozen=True)

@@ -376,7 +376,7 @@ class Lease:
             if self._pager.timeline is not None:
                 name = f"layer {self._layer}" + (" on host" if group.on_host else "")
                 self._pager.timeline.span(COMPUTE, name, began_s, ended_s, experts=group.experts)
-            make(demand.computed, group)
+            make(demand.computed, group, ended_s - began_s)
 
     def _wait(self, tickets: list[Ticket]) -> None:
         """Until one of `tickets`, or if there are none any copy at all, has ended; a failed one raises TransferError."""

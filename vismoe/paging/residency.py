@@ -29,7 +29,7 @@ import numpy as np
 
 from vismoe.errors import ClosedError
 from vismoe.metrics import Metrics
-from vismoe.paging.miss import Upgrades, Ways
+from vismoe.paging.miss import CpuPace, Upgrades, Ways
 from vismoe.paging.page_table import LOADING, NO_EXPERT, RESIDENT, RING_MOST, PageTable, Room
 from vismoe.paging.promises import COUNTERS, Promises, Stage
 from vismoe.paging.speculation import Ledger, Wanted, prefetch_order
@@ -132,7 +132,7 @@ class Residency:
     ):
         assert ways is None or hosts, "only what lies in a host tier can be computed there"
         self.inventory, self.window, self.link = inventory, window, Link()
-        self.ways, self.hosts, self.upgrades = ways, hosts, upgrades
+        self.ways, self.hosts, self.upgrades, self.cpu_pace = ways, hosts, upgrades, CpuPace()
         self.deterministic = deterministic or (ways is not None and ways.deterministic)
         most = max((layer.num_experts for layer in inventory.layers), default=0)
         self.metrics = metrics or Metrics(len(inventory.layers), most)
@@ -177,6 +177,7 @@ class Residency:
             self.end_drafting()  # this pass is no part of the round
         self.ledger.begin_step(phase, last_step_s)
         self.phase, self.running_layer = phase, -1
+        self.cpu_pace.begin_pass(phase)
         self.misses_last_step, self.misses_this_step = self.misses_this_step, 0
         self.wanted.replace([])
         self.tick += 1  # what a lookahead still says about an earlier step is too late

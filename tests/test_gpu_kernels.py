@@ -1,7 +1,8 @@
 """The GPU kernels without a GPU: interpreted against float64 oracles, and compiled for GPUs that are not here.
 
-Triton decides at import whether it interprets, so both are processes of their own. `make test` installs Triton beside the
-environment. With a GPU the first of them runs there instead of being interpreted.
+Triton decides at import whether it interprets, so both are processes of their own, one for all files of either: a start takes
+longer than most tests. `make test` installs Triton beside the environment. With a GPU the first of them runs there instead of
+being interpreted.
 """
 
 import importlib.util
@@ -18,6 +19,7 @@ from searching import SEARCHING
 
 HERE = Path(__file__).parent
 BESIDE = Path(sys.prefix) / "triton"
+FILES = ("gpu_kernels.py", "gpu_attention.py", "gpu_rows.py", "gpu_graphs.py")
 HERE_TOO = importlib.util.find_spec("triton") is not None
 pytestmark = pytest.mark.skipif(not (HERE_TOO or (BESIDE / "triton").is_dir()), reason="no Triton here: make test installs it")
 
@@ -33,12 +35,12 @@ def run(*arguments: str | Path, **environment: str) -> str:
 
 
 @pytest.mark.budget(math.inf)
-@pytest.mark.parametrize("file", ["gpu_kernels.py", "gpu_attention.py", "gpu_rows.py", "gpu_graphs.py"])
-def test_the_programs_compute_what_the_oracles_do(request, file):
+def test_the_programs_compute_what_the_oracles_do(request):
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     same = [f"--{name}" for name in ("quick", "store-seconds") if request.config.getoption(name.replace("-", "_"))]
-    alone = ("-p", "no:xdist") if interpreted else ("-n", "4")  # a GPU waits for the host, which compiles
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", *alone, *same, HERE / file, **interpreted)
+    # A GPU waits for the host, which compiles. The plugin is beside this file.
+    alone = ("-p", "no:xdist", "-p", "hasty_interpreter") if interpreted else ("-n", "4")
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", *alone, *same, *(HERE / file for file in FILES), **interpreted)
 
 
 @pytest.mark.budget(60)

@@ -3,6 +3,10 @@
 A test may take BUDGET_S with all its cases. Of one that takes longer, as many cases run as fit, drawn by a hash of their names;
 one of which not even a case fits is left out. The mark `budget` gives a test more: `@pytest.mark.budget(20)`. How long tests
 take stands in `seconds.json`, which `make QUICK= test PYTEST_ARGS=--store-seconds` writes; tests that are not in it run whole.
+
+What a fixture takes is counted where it is made first. So a test that is short only because other tests of its file had a
+parametrized fixture made is marked with the fixture's name, `@pytest.mark.joins("specimen")`: its cases are drawn from those of
+which another test's case runs anyway.
 """
 
 import json
@@ -28,6 +32,12 @@ def taken(cases: Sequence[str], seconds: float, budget_s: float) -> set[str]:
     return set(sorted(cases, key=lambda name: crc32(name.encode()))[:running])
 
 
+def made_for(item: Any, fixture: str) -> tuple[str, Any]:
+    """Cases with the same share what the parametrized fixture makes."""
+    call = getattr(item, "callspec", None)
+    return name_of(item.nodeid).partition("::")[0], call and call.params.get(fixture)
+
+
 def leave_out(items: list[Any]) -> list[Any]:
     """Take the tests out of `items` that are too long for `make test`; returns them."""
     seconds = json.loads(STORED.read_text())
@@ -35,9 +45,14 @@ def leave_out(items: list[Any]) -> list[Any]:
     for item in items:
         tests[name_of(item.nodeid)].append(item)
     running: set[str] = set()
-    for name, cases in tests.items():
-        mark = cases[0].get_closest_marker("budget")
-        running |= taken([case.nodeid for case in cases], seconds.get(name, 0.0), mark.args[0] if mark else BUDGET_S)
+    for name, cases in sorted(tests.items(), key=lambda test: test[1][0].get_closest_marker("joins") is not None):
+        budget, joins = (cases[0].get_closest_marker(mark) for mark in ("budget", "joins"))
+        whole = len(cases)
+        if joins:
+            made = {made_for(item, joins.args[0]) for item in items if item.nodeid in running}
+            cases = [case for case in cases if made_for(case, joins.args[0]) in made] or cases
+        takes_s = seconds.get(name, 0.0) * len(cases) / whole
+        running |= taken([case.nodeid for case in cases], takes_s, budget.args[0] if budget else BUDGET_S)
     left_out = [item for item in items if item.nodeid not in running]
     items[:] = [item for item in items if item.nodeid in running]
     return left_out

@@ -192,11 +192,13 @@ def needs_of(specimen: Specimen) -> Footprint:
     return specimen.needs
 
 
+@pytest.mark.joins("specimen")
 def test_the_kv_cache_is_what_generation_really_holds(specimen):
     needs, context = needs_of(specimen), specimen.context
     assert needs.cache_bytes(context) == tiny_models.held_by_cache(tiny_models.build(specimen.family), context)
 
 
+@pytest.mark.joins("specimen")
 @pytest.mark.parametrize("specimen", [name for name in RUNNING if zoo()[name].with_images], indirect=True)
 def test_vision_towers_are_run_and_their_features_are_held(specimen):
     need = needs_of(specimen)
@@ -206,6 +208,7 @@ def test_vision_towers_are_run_and_their_features_are_held(specimen):
     assert need.encode(specimen.context) >= need.encode(8) > 8 * need.image_token_bytes // 2
 
 
+@pytest.mark.joins("specimen")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
 def test_each_router_asked_about_its_own_layer_chooses_what_the_layer_uses(specimen, dtype, monkeypatch):
     family = zoo()[specimen.family].text or specimen.family

@@ -2,11 +2,17 @@
 
 import json
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import quick
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from quick import STORED, name_of, taken
+from quick import STORED, leave_out, name_of, taken
 
 
 @given(cases=st.integers(1, 400), seconds=st.floats(0, 500), budget_s=st.floats(0.1, 100))
@@ -27,6 +33,35 @@ def test_of_cases_that_alternate_both_kinds_run():
 
 def test_a_test_is_named_without_its_case_and_wherever_the_suite_was_started():
     assert name_of("tests/test_a.py::test_b[../c.md: vismoe chat]") == name_of("test_a.py::test_b") == "test_a.py::test_b"
+
+
+@dataclass
+class Item:
+    nodeid: str
+    params: dict[str, Any]
+    marks: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def callspec(self):
+        return SimpleNamespace(params=self.params)
+
+    def get_closest_marker(self, name):
+        return SimpleNamespace(args=(self.marks[name],)) if name in self.marks else None
+
+
+@pytest.mark.parametrize("seconds, joined", [(0.0, 5), (5.0, 2)], ids=["short", "long"])
+def test_who_joins_has_cases_of_which_another_test_has_one(seconds, joined, tmp_path, monkeypatch):
+    """Of other ones only if there are none of those, and no more than fit."""
+    monkeypatch.setattr(quick, "STORED", tmp_path / "seconds.json")
+    quick.STORED.write_text(json.dumps({"test_a.py::test_long": 10.0, "test_a.py::test_joins": seconds}))
+    joins = {"joins": "made"}
+    items = [Item(f"test_a.py::test_joins[{n}]", {"made": n}, joins) for n in range(10)]
+    items += [Item(f"test_a.py::test_long[{n}]", {"made": n}, {"budget": 5.0}) for n in range(10)]
+    items += [Item(f"test_b.py::test_joins_nobody[{n}]", {"made": n}, joins) for n in range(10)]
+    left_out = leave_out(items)
+    running = {name: {item.params["made"] for item in items if f"::{name}[" in item.nodeid} for name in ("test_long", "test_joins")}
+    assert len(running["test_long"]) == 5 and len(running["test_joins"]) == joined and len(left_out) == 10 - 5 + 10 - joined
+    assert running["test_joins"] <= running["test_long"]
 
 
 def test_seconds_are_stored_of_tests_that_there_are():

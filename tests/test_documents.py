@@ -4,7 +4,6 @@ import base64
 import functools
 import io
 
-import anthropic
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -160,6 +159,8 @@ def test_every_door_answers_about_the_pages_as_the_engine_does(server):
     answer = server.client().responses.create(model="demo-model", input=items, max_output_tokens=16, temperature=0)
     assert answer.output_text.startswith(said)
     source = {"type": "base64", "media_type": "application/pdf", "data": base64.b64encode(pdf(2)).decode()}
+    import anthropic  # its thousand modules take every other worker seconds
+
     client = anthropic.Anthropic(base_url=server.url, api_key="unused", http_client=None)
     content = [{"type": "document", "source": source}, {"type": "text", "text": QUESTION}]
     asked = dict(model="demo-model", max_tokens=6, messages=[{"role": "user", "content": content}])

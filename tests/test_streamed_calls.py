@@ -4,7 +4,6 @@ ends in the middle; and the three doors by the vendors' own clients."""
 import json
 from itertools import pairwise
 
-import anthropic
 import pytest
 import torch
 from hypothesis import given, settings
@@ -313,6 +312,8 @@ def test_the_responses_door_tells_parts_that_make_the_whole_answer(server, place
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_messages_door_tells_parts_that_make_the_whole_answer(server, place):
+    import anthropic  # its thousand modules take every other worker seconds
+
     tools = [{"name": one["function"]["name"], "input_schema": {"type": "object"}} for one in (FREE, NOW)]
     given = {"model": "m", "messages": [{"role": "user", "content": "Hello!"}], "tools": tools, "max_tokens": 100}
     scripted(server, place, 2)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import quick
-
 from hypothesis import example, given
 from hypothesis import strategies as st
 from quick import STORED, leave_out, name_of, taken
@@ -59,7 +58,9 @@ def test_who_joins_has_cases_of_which_another_test_has_one(seconds, joined, tmp_
     items += [Item(f"test_a.py::test_long[{n}]", {"made": n}, {"budget": 5.0}) for n in range(10)]
     items += [Item(f"test_b.py::test_joins_nobody[{n}]", {"made": n}, joins) for n in range(10)]
     left_out = leave_out(items)
-    running = {name: {item.params["made"] for item in items if f"::{name}[" in item.nodeid} for name in ("test_long", "test_joins")}
+    running = {
+        name: {item.params["made"] for item in items if f"::{name}[" in item.nodeid} for name in ("test_long", "test_joins")
+    }
     assert len(running["test_long"]) == 5 and len(running["test_joins"]) == joined and len(left_out) == 10 - 5 + 10 - joined
     assert running["test_joins"] <= running["test_long"]
 

@@ -26,6 +26,7 @@ from vismoe.models.moe.norms import serve_norms
 from vismoe.models.moe.rotary import serve_rotations
 from vismoe.models.moe.routers import serve_routers
 from vismoe.models.moe.rows import RowsCache, shared_pass
+from vismoe.models.visual import growing_cache
 from vismoe.models.visual.growing_cache import GrowingLayer, grow_in_place
 from vismoe.models.visual.pruned_cache import PrunedLayer
 
@@ -82,8 +83,9 @@ def test_one_call_computes_the_layers_of_a_token_once_the_cache_has_room(twins, 
 
 
 @torch.inference_mode()
-def test_a_cache_beyond_its_room_is_extended_by_the_modules(twins, ran):
-    tokens, layers = 300, len(twins[0].pager.inventory.layers)  # room is made for 256 at a time
+def test_a_cache_beyond_its_room_is_extended_by_the_modules(twins, ran, monkeypatch):
+    monkeypatch.setattr(growing_cache, "GROWTH_TOKENS", 32)  # room is made for so many at a time
+    tokens, layers = 40, len(twins[0].pager.inventory.layers)
     logits = [twin.passes(torch.arange(3, 9)[None], [1] * tokens) for twin in twins]
     assert all(map(torch.equal, *logits))
     assert ran.count(False) >= 2 * layers and ran.count(True) >= (tokens - 4) * layers

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from searching import is_oldest
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from vismoe.eval.questions import KINDS, conversation, every_word
@@ -52,6 +53,7 @@ def test_the_checkpoint_has_the_promised_shape_and_size() -> None:
 
 
 @pytest.mark.budget(10)
+@pytest.mark.skipif(is_oldest(), reason="the smaller model shows that the oldest transformers computes this family")
 def test_the_larger_model_has_the_promised_shape_and_answers_about_pictures_of_every_domain() -> None:
     folder = assets_folder() / "gallery-model"
     if not folder.exists():

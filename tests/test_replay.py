@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, target
 from hypothesis import strategies as st
-from searching import SEARCHING
+from searching import SEARCHING, examples
 
 from vismoe.errors import ConfigError
 from vismoe.paging import pager as pager_module
@@ -222,7 +222,7 @@ def decisions(core):
 
 
 @pytest.mark.budget(5)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     slots=st.integers(2, 40),

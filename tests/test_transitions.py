@@ -275,7 +275,7 @@ def test_importance_computes_everybody_in_the_format_it_wants(slabs, order, thre
     assert counts.total("promotions") + counts.total("demotions") == 0, "nothing moves unasked"
 
 
-@pytest.mark.budget(20)
+@pytest.mark.budget(8)
 @pytest.mark.parametrize("below", ["cpu", "auto"])
 @pytest.mark.parametrize(("slabs", "host_records"), [((2, 2), 3), ((3, 5), 12), ((9, 7), 48)])
 def test_importance_computes_misses_below_in_the_format_it_wants(slabs, host_records, below):

@@ -86,6 +86,7 @@ def guessed_by_transformers(folder, monkeypatch):
     return found, out[0, PROMPT.shape[1] :].tolist()
 
 
+@pytest.mark.budget(2)
 def test_the_first_guesses_are_those_of_transformers(checkpoint, monkeypatch):
     """In float32, with two slabs."""
     wanted, answer = guessed_by_transformers(checkpoint, monkeypatch)
@@ -96,6 +97,7 @@ def test_the_first_guesses_are_those_of_transformers(checkpoint, monkeypatch):
     assert figures.drafted == sum(map(len, guesses.values()))
 
 
+@pytest.mark.budget(3)
 @torch.inference_mode()
 def test_further_guesses_are_those_of_the_whole_sequence_computed_at_once(checkpoint):
     """The layer gets its own output and its last guess; an oracle computes each guess without keys and values of before."""
@@ -115,6 +117,7 @@ def test_further_guesses_are_those_of_the_whole_sequence_computed_at_once(checkp
         assert tokens == expected
 
 
+@pytest.mark.budget(4)
 @pytest.mark.parametrize("memory", [TWO_SLABS, "100%"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_have_the_bits_of_passes_of_one_token(family, memory, tmp_path, monkeypatch):
@@ -360,6 +363,7 @@ def test_dropped_tokens_and_drafts_whose_mixers_run_by_row(tmp_path):
             assert said(engine, messages, max_tokens=12, reuse=False, **options)[0] == expected
 
 
+@pytest.mark.budget(2)
 @pytest.mark.parametrize("after", range(3))
 def test_a_cancelled_answer_leaves_nothing_wrong(engine, after):
     messages = ask("Describe the image.", DEMO)

@@ -222,7 +222,7 @@ def decisions(core):
 
 
 @pytest.mark.budget(5)
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     slots=st.integers(2, 40),

@@ -135,7 +135,7 @@ def test_graphs_have_the_bits_of_passes_without_them(family, memory, checkpoints
 def test_layers_that_are_served_in_one_step_have_the_same_bits(checkpoints, plain, monkeypatch):
     """Without a GPU the disk is read in place of copies that a device queues."""
     if not ON_GPU:
-        monkeypatch.setattr(DiskMover, "queues_all", lambda mover, *given: True)
+        monkeypatch.setattr(DiskMover, "can_queue", lambda mover, *given: True)
         monkeypatch.setattr(DiskMover, "queue_all", read_all)
     served = Served(checkpoints, memory="20%", lookahead="none")
     pager, made = served.runtime.pager, []

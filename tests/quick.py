@@ -49,6 +49,7 @@ def leave_out(items: list[Any]) -> list[Any]:
         budget, joins = (cases[0].get_closest_marker(mark) for mark in ("budget", "joins"))
         whole = len(cases)
         if joins:
+            assert all(joins.args[0] in item.callspec.params for item in cases), f"{name} takes no {joins.args[0]}"
             made = {made_for(item, joins.args[0]) for item in items if item.nodeid in running}
             cases = [case for case in cases if made_for(case, joins.args[0]) in made] or cases
         takes_s = seconds.get(name, 0.0) * len(cases) / whole

@@ -1,5 +1,6 @@
 """A layer of one token served in one step has the state and the counters of a demand, and stands aside where that does more."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -39,7 +40,8 @@ class Queueing(Mover):
         ticket.began_s, ticket.ended_s = len(self.copies) - 1.0, float(len(self.copies))
         return Moved(link_bytes=LAYOUT.record_bytes)
 
-    def queues_all(self, geometry, experts):
+    def can_queue(self, geometry, experts=None):
+        assert experts is None or ((experts >= 0).all() and (experts < LAYERS * EXPERTS).all())
         return self.at_once
 
     def queue_all(self, geometry, experts, slabs, pool):
@@ -54,9 +56,14 @@ def pager_of(at_once, slabs, order="lfu", **options):
     return Pager(INVENTORY, (SlabPool(LAYOUT, slabs),), Queueing(at_once), order=order, threads=0, **options)
 
 
+def at_once(pager, layer, ids, compute=lambda group: group.experts):
+    return pager.at_once(layer, np.array(ids), compute, 0.0)
+
+
 def serve(pager, layer, ids) -> tuple[bool, list[int]]:
     """(whether it was served at once, the experts in the order that they were computed in)."""
-    computed = pager.at_once(layer, np.array(ids), lambda group: group.experts)
+    assert pager.may_serve_at_once(layer, len(ids)) == pager.transfer._mover.at_once
+    computed = at_once(pager, layer, ids)
     if computed is not None:
         return True, computed
     with pager.demand(layer, sorted(ids)) as demand:
@@ -78,21 +85,24 @@ def state(pager):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), order=st.sampled_from(["lfu", "lru"]), slabs=st.integers(TOP_K, LAYERS * EXPERTS - 1))
 def test_state_and_counters_are_those_of_demands(data, order, slabs):
-    pagers = [pager_of(at_once, slabs, order, may_stream=False) for at_once in (True, False)]
-    served = 0
+    """Once no slab is free, all is served at once."""
+    pagers = [pager_of(queues, slabs, order, may_stream=False) for queues in (True, False)]
+    for pager in pagers:
+        pager.begin_step(Phase.DECODE)
+        for layer, first in itertools.product(range(LAYERS), (0, TOP_K, EXPERTS - TOP_K)):
+            serve(pager, layer, range(first, first + TOP_K))
     for _ in range(data.draw(st.integers(1, 5), label="passes")):
         for pager in pagers:
             pager.begin_step(Phase.DECODE)
         for layer in range(LAYERS):
             ids = data.draw(st.permutations(range(EXPERTS)), label="ids")[:TOP_K]
-            (at_once, computed), (never, wanted) = (serve(pager, layer, ids) for pager in pagers)
-            served += at_once
-            assert not never and sorted(computed) == sorted(wanted) == sorted(ids)
+            (served, computed), (never, wanted) = (serve(pager, layer, ids) for pager in pagers)
+            assert served == (pagers[0].tables[0].pool.free == 0) and not never
+            assert sorted(computed) == sorted(wanted) == sorted(ids)
             for one, other in zip(*map(state, pagers)):
                 assert np.array_equal(one, other)
             for pager in pagers:
                 pager.check_integrity()
-    assert served or slabs > TOP_K, "with no slab to spare, everything after the first layer is served at once"
 
 
 @pytest.fixture
@@ -107,20 +117,20 @@ def full():
 
 
 def test_what_takes_more_than_evictions_is_demanded(full):
-    assert full.at_once(0, np.array([0, 1, 2]), lambda group: group.experts) == [0, 1, 2]
-    assert full.at_once(0, np.array([0, 0, 2]), lambda group: group.experts) is None, "an expert twice"
-    assert full.at_once(0, np.array([0, 1, EXPERTS]), lambda group: group.experts) is None, "an expert that is none"
+    assert at_once(full, 0, [0, 1, 2]) == [0, 1, 2]
+    assert at_once(full, 0, [0, 0, 2]) is None, "an expert twice"
+    assert at_once(full, 0, [0, 1, EXPERTS]) is None, "an expert that is none"
     full.core.wanted.replace([(ExpertId(1, 5), 1.0)])
-    assert full.at_once(0, np.array([0, 1, 2]), lambda group: group.experts) is None, "a guess is to be copied"
+    assert at_once(full, 0, [0, 1, 2]) is None, "a guess is to be copied"
     full.core.wanted.replace([])
     full.begin_step(Phase.PREFILL)
-    assert full.at_once(0, np.array([0, 1, 2]), lambda group: group.experts) is None, "a prompt"
+    assert at_once(full, 0, [0, 1, 2]) is None and not full.may_serve_at_once(0, TOP_K), "a prompt"
 
 
 def test_what_the_link_refuses_fails_the_request_and_nothing_else(full):
     full.transfer._mover.refuses = True
     with pytest.raises(TransferError, match="2 experts could not be brought in: made up"):
-        full.at_once(0, np.array([0, 6, 7]), lambda group: group.experts)
+        at_once(full, 0, [0, 6, 7])
     full.check_integrity()
     assert full.tables[0].pool.free == 2 and not full.tables[0].demanded.any()
     full.transfer._mover.refuses = False
@@ -132,7 +142,7 @@ def test_an_interrupt_leaves_nothing_that_was_not_copied(full):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        full.at_once(0, np.array([0, 6, 7]), interrupted)
+        at_once(full, 0, [0, 6, 7], interrupted)
     full.begin_step(Phase.DECODE)
     full.check_integrity()
     table = full.tables[0]
@@ -155,6 +165,6 @@ def test_another_thread_may_not_run_the_model_meanwhile(full):
         other.join(0.1)
         return not seen
 
-    assert full.at_once(0, np.array([0, 6, 7]), compute), "it waits until the step is over"
+    assert at_once(full, 0, [0, 6, 7], compute), "it waits until the step is over"
     other.join(10)
     assert len(seen) == 1

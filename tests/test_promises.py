@@ -210,7 +210,7 @@ class Driven:
         wanted = sorted({*self.random.sample(range(6), self.random.choice([1, 6])), *here[: self.random.randint(0, 4)]})
         self.layer += 1
         slabs = table.slab_of[np.add(wanted, table.base[layer])]
-        if core.hits_only(layer) and (slabs >= 0).all() and (table.state[slabs] == 2).all():
+        if core.nothing_comes(layer) and (slabs >= 0).all() and (table.state[slabs] == 2).all():
             core.hit(layer, wanted)
             return
         prefill = core.phase is Phase.PREFILL
@@ -451,7 +451,7 @@ def test_promises_do_not_touch_the_books_of_guesses():
     core.begin_verifying()
     first, second = core.next_copy(), core.next_copy()
     core.begin_step(Phase.DECODE, 0.0)
-    core.hits_only(0)
+    core.nothing_comes(0)
     demand = Demand(core, 1, [3, 5])
     demand.open(0.0)
     for ticket in (first, second, core.next_copy()):
@@ -474,12 +474,12 @@ def test_a_layer_without_misses_needs_no_demand_while_promises_wait_for_a_slab_b
     named(core, [1], [6], weights=(0.5,))
     core.begin_verifying()
     core.begin_step(Phase.DECODE, 0.0)
-    assert core.hits_only(0)
+    assert core.nothing_comes(0)
     core.hit(0, [1, 2])
     ticket = core.next_copy()
-    assert ticket.expert == (1, 6) and not core.hits_only(1)
+    assert ticket.expert == (1, 6) and not core.nothing_comes(1)
     core.ended(ticket)
-    assert core.hits_only(1)
+    assert core.nothing_comes(1)
 
 
 def test_promises_leave_the_last_slab_free():

@@ -18,6 +18,7 @@ from simulated_cuda import Event, SimulatedCuda, SimulatedPool, SimulatedTensor,
 from vismoe.errors import TransferError
 from vismoe.lookahead.background import BackgroundLookahead
 from vismoe.lookahead.lookahead import Seen
+from vismoe.paging import transfer
 from vismoe.paging.lent import Group
 from vismoe.paging.pager import Pager
 from vismoe.paging.tickets import Ticket
@@ -85,11 +86,20 @@ class InOneThread(DeviceMover):
 
 
 def wrong_reads(
-    cuda: SimulatedCuda, patch, mover=InOneThread, threads=0, readback=False, steps=10, encoded=False, queued=False, at_once=False
+    cuda: SimulatedCuda,
+    patch,
+    mover=InOneThread,
+    threads=0,
+    readback=False,
+    steps=10,
+    encoded=False,
+    queued=False,
+    at_once=False,
+    by_driver=False,
 ) -> list[tuple[int, set[int]]]:
     """(the expert that a kernel was launched for, the experts whose numbers it read) for every kernel that read another one.
     `queued`: host memory holds every expert from the start, so that demanded copies are queued and no thread waits for them.
-    `at_once`: layers are served in one step where that is possible."""
+    `at_once`: layers are served in one step where that is possible. `by_driver`: copies are queued by the driver's function."""
     cuda.install(patch)
     store, rng, wrong = EncodedStore() if encoded else FilledStore(), random.Random(1), []
     served_at_once = 0
@@ -108,6 +118,8 @@ def wrong_reads(
             with tier.lease(ExpertId(rng.randrange(LAYERS), expert)):
                 pass
 
+    if by_driver:
+        queue_by_driver(pager.transfer._mover, cuda, patch)
     cuda.meanwhile = read_others if not threads else lambda: None
 
     def kernel(weights: torch.Tensor, wanted: int) -> None:
@@ -127,7 +139,7 @@ def wrong_reads(
                 if readback:
                     cuda.compute.synchronize()
                 chosen = sorted(rng.sample(range(EXPERTS), TOP_K))
-                if at_once and pager.at_once(layer, np.array(chosen[::-1]), functools.partial(launch, layer)):
+                if at_once and pager.at_once(layer, np.array(chosen[::-1]), functools.partial(launch, layer), 0.0):
                     served_at_once += 1
                     continue
                 with pager.demand(layer, chosen) as demand:
@@ -147,6 +159,21 @@ def wrong_reads(
     return wrong
 
 
+def queue_by_driver(mover: DeviceMover, cuda: SimulatedCuda, patch) -> None:
+    """As on a GPU, where copies name addresses; in halves, on the stream of what was demanded."""
+
+    def copy_half(there: int, here: int, nbytes: int) -> None:
+        ctypes.memmove(there, here, nbytes)
+
+    def put(there: np.ndarray, here: np.ndarray, nbytes: int) -> None:
+        for to, source in zip(there.tolist(), here.tolist()):
+            for start, size in ((0, nbytes // 2), (nbytes // 2, nbytes - nbytes // 2)):
+                mover._demanded.put(functools.partial(copy_half, to + start, source + start, size))
+
+    mover.__dict__["_put"] = put
+    patch.setattr(torch.cuda, "current_device", lambda: mover._device.index)
+
+
 @pytest.mark.budget(3)
 @pytest.mark.parametrize("encoded", [False, True], ids=["as in slabs", "encoded"])
 @pytest.mark.parametrize("readback", [False, True], ids=["no readback", "a readback per layer"])
@@ -154,7 +181,7 @@ def wrong_reads(
     "queued, at_once", [(False, False), (True, False), (True, True)], ids=["waited for", "queued", "at once"]
 )
 def test_no_kernel_reads_a_wrong_byte_whatever_the_device_runs_first(queued, at_once, readback, encoded, monkeypatch):
-    how = {"readback": readback, "encoded": encoded, "queued": queued, "at_once": at_once}
+    how = {"readback": readback, "encoded": encoded, "queued": queued, "at_once": at_once, "by_driver": queued and not encoded}
     for late in ("kernels", "copies"):
         assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, **how)
         assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, DeviceMover, threads=2, **how)
@@ -196,6 +223,11 @@ def computed_behind_nothing(patch):
     patch.setattr(DeviceMover, "_wait_behind", lambda mover, number, stream: None)
 
 
+def behind_the_oldest(patch):
+    """Of the kernels that read one of a layer's slabs, its copies wait for the first one."""
+    patch.setattr(transfer, "itemgetter", lambda place: lambda read: -read[place])
+
+
 def decoded_elsewhere(patch):
     """Decoding does not wait for the copy."""
     patch.setattr(SimulatedDecoder, "queue", lambda decoder, operation: decoder._cuda.compute.put(operation))
@@ -213,18 +245,20 @@ MISTAKES = [(no_wait, "kernels"), (no_event_at_release, "kernels"), (done_too_ea
 
 
 @pytest.mark.parametrize(
-    ("mistake", "late", "encoded", "queued"),
+    ("mistake", "late", "encoded", "queued", "by_driver"),
     [
-        *((*mistake, encoded, False) for mistake in MISTAKES for encoded in (False, True)),
-        *((*mistake, encoded, True) for mistake in QUEUED for encoded in (False, True)),
-        *((decoded_elsewhere, "copies", True, queued) for queued in (False, True)),
-        *((*mistake, encoded, "at once") for mistake in AT_ONCE for encoded in (False, True)),
+        *((*mistake, encoded, False, False) for mistake in MISTAKES for encoded in (False, True)),
+        *((*mistake, encoded, True, False) for mistake in QUEUED for encoded in (False, True)),
+        *((decoded_elsewhere, "copies", True, queued, False) for queued in (False, True)),
+        *((*mistake, encoded, "at once", False) for mistake in AT_ONCE for encoded in (False, True)),
+        *((*mistake, False, True, True) for mistake in QUEUED),
+        *((*mistake, False, "at once", True) for mistake in [*AT_ONCE, (behind_the_oldest, "kernels")]),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_each_order_that_is_left_out_lets_a_kernel_read_other_bytes(mistake, late, encoded, queued, monkeypatch):
+def test_each_order_that_is_left_out_lets_a_kernel_read_other_bytes(mistake, late, encoded, queued, by_driver, monkeypatch):
     mistake(monkeypatch)
-    how = {"encoded": encoded, "queued": bool(queued), "at_once": queued == "at once"}
+    how = {"encoded": encoded, "queued": bool(queued), "at_once": queued == "at once", "by_driver": by_driver}
     assert wrong_reads(SimulatedCuda(late=late), monkeypatch, **how)
 
 
@@ -444,7 +478,7 @@ class Driver:
 
     def copy_all(self, status, there, here, sizes, count, attributes, first, kinds, stream):
         self.calls.append("all")
-        assert list(attributes)[:1] == [1] and list(first) == [0] and kinds.value == 1 and stream.value == 7
+        assert bytes(attributes._obj) == bytes([1, *[0] * 23]) and list(first) == [0] and kinds.value == 1 and stream.value == 7
         places = [ctypes.cast(array, ctypes.POINTER(ctypes.c_uint64)) for array in (there, here, sizes)]
         for i in range(0 if status else count.value):
             ctypes.memmove(*(place[i] for place in places))

@@ -68,9 +68,9 @@ class Taken(NamedTuple):
 
     experts: list[int]  # ascending
     slabs: np.ndarray  # int32 [n], where each is or will be
-    missing: list[int]  # indices of those that are to be copied
-    evicted: list[int]  # flat experts whose slabs these get, in that order
-    unused: list[int]  # which of those came on a guess that nothing demanded
+    missing: list[int]  # indices in `experts` of those that are to be copied
+    evicted: list[int]  # the experts (flat) whose slabs these get, in that order
+    unused: list[int]  # those of `evicted` that came on a guess which nothing demanded
 
 
 class Eviction:
@@ -88,6 +88,10 @@ class Eviction:
         self._at = ctypes.addressof(self._table)
         self._room = np.empty((4, MOST_AT_ONCE), dtype=np.int32)
         self._room_at = [row.ctypes.data for row in self._room]
+
+    def reads(self, table: object) -> bool:
+        """Whether these are still its arrays."""
+        return all(getattr(table, field.name) is getattr(self._arrays, field.name) for field in fields(TableArrays))
 
     def victim(
         self, running_layer: int, window: int, priority: float | None = None, precision: int = HIGH, free: int = 0

@@ -74,7 +74,8 @@ class HostCompute:
         """A copy that was under way, or has arrived, stays: it is an ordinary resident now. seconds: what it took, if known."""
         core, table = self._core, self._table
         if seconds is not None:
-            core.cpu_pace.took(core.phase, seconds, self.seconds(experts))
+            expected_s = self.seconds(experts) + self._ways.rates[self._geometry].cpu_call_s
+            core.cpu_pace.took(core.phase, seconds, expected_s)
         for host in core.hosts:
             host.let_go()
         table.used_on_host(np.add(experts, table.base[self._layer]))

@@ -1,9 +1,9 @@
 """How the misses of one layer are served: by a copy, or by the CPU from host memory. (A resident lower format is no miss of this
 kind: `Upgrades` asks `vismoe.precision.rules` when it serves.)
 
-Pure functions of bytes, tokens, rates and what is queued; the pager and the replay call the same ones. A copy needs the link, and
-afterwards the expert is on the device; the CPU needs neither link nor slab and works beside both. So a layer is done when the
-later of the two has finished, and the misses are divided such that this is as early as it can be.
+Choices are pure functions of bytes, tokens, rates and what is queued; the pager and the replay call the same ones. A copy needs
+the link, and afterwards the expert is on the device; the CPU needs neither link nor slab and works beside both. So a layer is
+done when the later of the two has finished, and the misses are divided such that this is as early as it can be.
 
 Only experts whose record lies in the host tier are asked about: reading one from the disk takes the same time either way.
 """
@@ -22,7 +22,8 @@ from vismoe.precision.policy import Policy
 from vismoe.precision.rules import Serve, serve, upgrades_in_time
 from vismoe.types import Phase
 
-PACE_SHARE = 0.5  # of the newest measurement in what is known of the CPU's pace
+PACE_SHARE = 0.25  # of the newest measurement in what is known of the CPU's pace
+PACE_MOST = 16.0  # times as long as expected: more is taken for this, since the first call makes what later ones find
 PACE_KEPT = 0.98  # of that from pass to pass
 
 
@@ -52,8 +53,8 @@ class Rates:
     cpu_saves: float = 0.0  # the share of the time without the CPU that it must save
 
     def __post_init__(self) -> None:
-        if not (self.link_bytes_per_s > 0 and self.cpu_bytes_per_s > 0 and self.cpu_s_per_token >= 0):
-            raise ConfigError(f"{self}: rates lie above zero")
+        if not (self.link_bytes_per_s > 0 and self.cpu_bytes_per_s > 0 and self.cpu_s_per_token >= 0 <= self.cpu_saves < 1):
+            raise ConfigError(f"{self}: rates lie above zero, and what the CPU must save between 0 and 1")
 
     def copy_s(self, nbytes: float) -> float:
         return nbytes / self.link_bytes_per_s
@@ -78,7 +79,8 @@ def choose_ways(misses: Sequence[Miss], rates: Rates, link_ahead_bytes: float = 
     `link_ahead_bytes` are on the link before any of these, those on their way included; `cpu_ahead_s` of work wait for the CPU.
     The CPU gets those whose computation takes least of their copy's time: every number of them is tried. Where all have the same
     size, which they have in one format, these are the ones with the fewest tokens, and no division is done sooner; with two
-    formats it is the usual approximation. Ties by position, and in favour of copies, which stay on the device.
+    formats it is the usual approximation. Ties by position, and in favour of copies, which stay on the device; it gets none where
+    that would not save the share `rates.cpu_saves` of the time.
     """
 
     def on_cpu_s(miss: Miss) -> float:
@@ -156,7 +158,8 @@ class CpuPace:
     def took(self, phase: Phase, seconds: float, expected_s: float) -> None:
         """Experts were computed, which the rates said takes `expected_s`."""
         before = self._logs.get(phase, 0.0)
-        self._logs[phase] = before + PACE_SHARE * (math.log2(max(seconds / expected_s, 1.0)) - before)
+        times = min(max(seconds / expected_s, 1.0), PACE_MOST)
+        self._logs[phase] = before + PACE_SHARE * (math.log2(times) - before)
 
     def begin_pass(self, phase: Phase) -> None:
         if phase in self._logs:

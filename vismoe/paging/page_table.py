@@ -160,14 +160,14 @@ class PageTable:
         slab = int(self.incoming[flat])
         return slab >= 0 and bool(self.state[slab] == READY)
 
-    def evictable(self, precision: int = HIGH) -> np.ndarray:
-        """bool `[S]`: resident in this format, and not needed at this moment."""
+    def evictable(self) -> np.ndarray:
+        """bool `[S]`: resident in the more precise format, and not needed at this moment."""
         free_to_go = (self.state == RESIDENT) & ~(self.pinned | self.demanded)
-        return free_to_go if self.pool.precision is None else free_to_go & (self.pool.precision == precision)
+        return free_to_go if self.pool.precision is None else free_to_go & (self.pool.precision == HIGH)
 
     @functools.cached_property
     def _eviction(self) -> Eviction:
-        """Of these arrays: none of them is replaced once experts come."""
+        """Of these arrays, which are never replaced from now on."""
         arrays = TableArrays(**{field.name: getattr(self, field.name) for field in dataclasses.fields(TableArrays)})
         return Eviction(arrays, self.pool.precision, RESIDENT, LOADING, by_tick=self.order == "lru")
 
@@ -515,6 +515,7 @@ class PageTable:
         pointed = np.count_nonzero(self.slab_of >= 0) + np.count_nonzero(self.incoming >= 0)
         assert pointed == held.size, "an expert points to a slab that does not hold it"
         self._check_incoming()
+        assert self._eviction.reads(self), "an array was replaced"
         assert (self.expert_in[empty] == -1).all() and not (self.demanded | self.pinned | self.borrowed)[empty].any()
         assert (self.layer_in[held] == self.layer_of[self.expert_in[held]]).all()
         assert (self.left_for[~self.speculative] == -1).all() and not self.displaced[self.expert_in[held]].any()

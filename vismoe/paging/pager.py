@@ -148,7 +148,7 @@ class Pager:
     def _without_demand(self, layers: Sequence[int], compute: Callable[[list[Use]], Sequence[Computed]]) -> Sequence[Computed]:
         core = self.core
         several = layers[:1] if core.promises else layers  # keeping a promise begins a copy
-        free = list(itertools.takewhile(core.hits_only, several))
+        free = list(itertools.takewhile(core.nothing_comes, several))
         if not free:
             return ()
         self._claim()
@@ -158,15 +158,18 @@ class Pager:
             self._step_ended_s = time.perf_counter()
         return made
 
-    def at_once(self, layer: int, ids: np.ndarray, compute: Callable[[Group], Made]) -> Made | None:
-        """What `compute(group)` returns, which queues the computation of all experts int64 `[n]` that one token wants of the
-        layer, in one change; None, and nothing has changed, where they must be demanded."""
-        return self.changes.make(self._at_once, layer, ids, compute)
+    def may_serve_at_once(self, layer: int, experts: int) -> bool:
+        """Whether `at_once` is worth a try: whether so many experts of a layer must not be demanded anyway."""
+        return self.timeline is None and at_once.fits(self.core, layer, experts)
 
-    def _at_once(self, layer: int, ids: np.ndarray, compute: Callable[[Group], Made]) -> Made | None:
-        began_s, core = time.perf_counter(), self.core
-        if self.timeline is not None:
-            return None
+    def at_once(self, layer: int, ids: np.ndarray, compute: Callable[[Group], Made], began_s: float) -> Made | None:
+        """What `compute(group)` returns, which queues the computation of all experts int64 `[n]` that one token wants of the
+        layer, in one change; None, and nothing has changed, where they must be demanded. `compute` raises no error of our own.
+        began_s: when the experts function was called."""
+        return self.changes.make(self._at_once, layer, ids, compute, began_s)
+
+    def _at_once(self, layer: int, ids: np.ndarray, compute: Callable[[Group], Made], began_s: float) -> Made | None:
+        core = self.core
         self._claim()
         taken = at_once.take(core, layer, ids)
         if taken is None:

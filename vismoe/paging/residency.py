@@ -3,6 +3,7 @@
 Whatever drives it says what has happened, one event at a time, and does what it answers:
 
     begin_step, end_request                     a forward pass begins, a request is over
+    at_once.take, computed                      one token wants experts whose copies a device queues (paging/at_once.py)
     Demand.open, next_group, computed,          a layer wants experts: which can be computed now, which copies it waits for
         waited, close                           (paging/demand.py)
     look_ahead                                  what the next layers will probably want
@@ -67,14 +68,14 @@ class Link:
         whoever copies has to be told, and waited for."""
         return False
 
-    def queues_all(self, geometry: int, experts: np.ndarray) -> bool:
-        """Whether these experts `[n]` (flat) can be queued, by `queue_all`."""
+    def can_queue(self, geometry: int, experts: np.ndarray | None = None) -> bool:
+        """Whether `queue_all` takes these experts `[n]` (flat); None: some of the geometry's."""
         return False
 
     def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray) -> Queued:
-        """The same for several experts `[n]` (flat) of one layer, whose computation is queued next: that waits for them, and for
-        all that was queued before."""
-        raise AssertionError("`queues_all` says that it takes none")
+        """Hand demanded copies of experts `[n]` (flat) of one layer into these slabs to a device. What is queued there next waits
+        for them, and for all that was queued before. Raises TransferError; then none of them is under way."""
+        raise AssertionError("`can_queue` says that it takes none")
 
     def arrive(self, geometry: int, slabs: np.ndarray) -> None:
         """What is queued on the device from now on sees what was queued to be copied into these slabs."""
@@ -322,9 +323,9 @@ class Residency:
         self.link.wake()
 
     # -- a layer that needs no demand
-    def hits_only(self, layer: int) -> bool:
-        """Whether a demand of experts that are all resident would change nothing but what `hit` says and their worth: nothing is
-        copied now, and nothing waits for a slab."""
+    def nothing_comes(self, layer: int) -> bool:
+        """Whether nothing is copied now, and nothing waits for a slab: a demand of experts that are all resident would change
+        nothing but what `hit` says and their worth."""
         return not (self.tickets or self.wanted or self.streams or self.closed or self.table_of[layer].ring_in_use)
 
     def hit(self, layer: int, wanted: Sequence[int]) -> None:

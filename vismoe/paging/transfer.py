@@ -66,14 +66,14 @@ class Mover(Protocol):
         for it. None: not possible, `move` it."""
         return None
 
-    def queues_all(self, geometry: int, experts: np.ndarray) -> bool:
-        """Whether `queue_all` takes these experts `[n]` (flat) of a geometry."""
+    def can_queue(self, geometry: int, experts: np.ndarray | None = None) -> bool:
+        """Whether `queue_all` takes these experts `[n]` (flat) of a geometry; None: some of them."""
         return False
 
     def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray, pool: Slabs) -> Queued:
         """Queue copies of experts `[n]` (flat) into these slabs, by the thread that runs the model: what it queues from now on
         sees these, and all that was queued before."""
-        raise AssertionError("`queues_all` says that it takes none")
+        raise AssertionError("`can_queue` says that it takes none")
 
     def arrive(self, geometry: int, slabs: np.ndarray) -> None:
         """What this thread queues on the device from now on sees what was queued to be copied into these slabs."""
@@ -124,12 +124,13 @@ class DeviceMover(Mover):
     """Disk to page-locked host tier to device slab, on two streams: what was demanded does not queue behind what was not.
 
     Orders kept (FluxMoE, algorithm 1). Made before the slabs: what is queued by now may still use the memory that they get, so
-    both streams wait for it. Write after read: a copy's stream waits for the event that the compute stream recorded when the
-    demand that used the slab let go of it. Read after write: a ticket that a worker has moved is done only after its copy's event
-    was waited for on the host; one that was queued is done at once, and the compute stream waits for an event behind the copy
-    before it reads the slab, or the demand lets go of it. A host record stays leased until its copy has ended; only those of a
-    tier that never evicts are queued. With `decoding` a copy goes to the staging slab of its stream and is decoded from there on
-    the same stream: after the copy, and before the next one, which no other thread may queue between the two.
+    both streams wait for it. Write after read: a copy's stream waits for the event that the compute stream recorded when what
+    used the slab let go of it, or for a later one of them; a pass on another stream begins behind the newest. Read after
+    write: a ticket that a worker has moved is done only after its copy's event was waited for on the host; one that was
+    queued is done at once, and the compute stream waits for an event behind the copy before it reads the slab, or the demand
+    lets go of it. A host record stays leased until its copy has ended; only those of a tier that never evicts are queued.
+    With `decoding` a copy goes to the staging slab of its stream and is decoded from there on the same stream: after the
+    copy, and before the next one, which no other thread may queue between the two.
     """
 
     by_demander = False
@@ -143,6 +144,7 @@ class DeviceMover(Mover):
         self._queueing = threading.RLock(), threading.RLock()  # on a stream, by one thread at a time
         self._last_read: dict[tuple[int, int], tuple[int, Any]] = {}  # by slab, the number and the event of its last release
         self._reads = 0
+        self._newest_read: torch.cuda.Event | None = None
         self._queued = self._seen = 0  # copies queued so far; up to which of them the compute stream waits
         self._coming: dict[tuple[int, int], int] = {}  # by slab, the number of the copy that was queued last
         self._behind: collections.deque[tuple[int, torch.cuda.Event]] = collections.deque()  # (a copy's number, the event behind)
@@ -179,8 +181,10 @@ class DeviceMover(Mover):
             self._behind.append((self._queued, self._demanded.record_event()))
         return Moved(link_bytes=nbytes)
 
-    def queues_all(self, geometry: int, experts: np.ndarray) -> bool:
-        return len(self.hosts) == 1 and self.hosts[HIGH].places_for_good(geometry, experts) is not None
+    def can_queue(self, geometry: int, experts: np.ndarray | None = None) -> bool:
+        if len(self.hosts) != 1 or not self.hosts[HIGH].keeps(geometry):
+            return False
+        return experts is None or self.hosts[HIGH].places_for_good(geometry, experts) is not None
 
     def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray, pool: Slabs) -> Queued:
         host, places = self.hosts[HIGH].pools[geometry], self.hosts[HIGH].places_for_good(geometry, experts)
@@ -246,6 +250,8 @@ class DeviceMover(Mover):
 
     def begin_pass(self) -> None:
         stream = torch.cuda.current_stream(self._device)
+        if stream != self._compute and self._newest_read is not None:
+            stream.wait_event(self._newest_read)
         if self._queued and (self._coming or stream != self._compute):
             self._behind.clear()
             self._coming.clear()
@@ -261,8 +267,22 @@ class DeviceMover(Mover):
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         self.arrive(geometry, slabs)  # what was not computed may still be on its way
         self._reads += 1
-        read = self._reads, torch.cuda.current_stream(self._device).record_event()
+        self._newest_read = torch.cuda.current_stream(self._device).record_event()
+        read = self._reads, self._newest_read
         self._last_read.update(dict.fromkeys(((geometry, slab) for slab in slabs.tolist()), read))
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: when the source is read, and hints that are not given."""
+
+    _fields_ = [
+        ("source_order", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("source_kind", "source_id", "target_kind", "target_id")),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+IN_STREAM_ORDER, INVALID_VALUE, NOT_SUPPORTED = 1, 1, 801  # of the driver
 
 
 def copier(stream: torch.cuda.Stream) -> Callable[[np.ndarray, np.ndarray, int], None] | None:
@@ -276,17 +296,20 @@ def copier(stream: torch.cuda.Stream) -> Callable[[np.ndarray, np.ndarray, int],
     put, handle = driver.cuMemcpyHtoDAsync_v2, ctypes.c_void_p(stream.cuda_stream)
     put.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     batch = getattr(driver, "cuMemcpyBatchAsync_v2", None)  # CUDA 13
-    in_stream_order, first = (ctypes.c_int * 6)(1), (ctypes.c_size_t * 1)(0)  # CUmemcpyAttributes, which hold from the first on
+    attributes, of_copies_from = CopyAttributes(IN_STREAM_ORDER), (ctypes.c_size_t * 1)(0)
 
     def copy(there: np.ndarray, here: np.ndarray, nbytes: int) -> None:
         nonlocal batch
         if batch is not None and len(there) > 1:
             sizes = np.full(len(there), nbytes, dtype=np.uint64)
             places = (ctypes.c_void_p(array.ctypes.data) for array in (there, here, sizes))
-            status = batch(*places, ctypes.c_size_t(len(there)), in_stream_order, first, ctypes.c_size_t(1), handle)
+            kinds = ctypes.byref(attributes), of_copies_from, ctypes.c_size_t(1)
+            status = batch(*places, ctypes.c_size_t(len(there)), *kinds, handle)
             if not status:
                 return
-            logger.info("copies to the GPU are queued one by one: CUDA error %d for a batch", status)
+            if status not in (INVALID_VALUE, NOT_SUPPORTED):
+                raise TransferError(f"{len(there)} copies of {nbytes} bytes to the GPU were refused: CUDA error {status}")
+            logger.warning("copies to the GPU are queued one by one: CUDA error %d for several", status)
             batch = None
         for to, source in zip(there.tolist(), here.tolist()):
             status = put(to, source, nbytes, handle)
@@ -396,13 +419,14 @@ class Transfer(Link):
     def bytes_per_s(self) -> float | None:
         return self._mover.bytes_per_s
 
-    def queues_all(self, geometry: int, experts: np.ndarray) -> bool:
-        return self._mover.queues_all(geometry, experts)
+    def can_queue(self, geometry: int, experts: np.ndarray | None = None) -> bool:
+        return self._mover.can_queue(geometry, experts)
 
     def queue_all(self, geometry: int, experts: np.ndarray, slabs: np.ndarray) -> Queued:
         try:
             return self._mover.queue_all(geometry, experts, slabs, self._core.tables[geometry].pool)
         except Exception as error:
+            self._mover.wait()  # some may be under way, into slabs that are free now
             raise TransferError(
                 f"{len(experts)} experts could not be brought in: {error}. "
                 "This request failed; the engine can go on with the next one."

@@ -124,6 +124,10 @@ class HostTier:
         slab = under(self._lock, self._slab, expert)
         return None if slab is None else HostLease(self.pools[geometry], slab, 0)
 
+    def keeps(self, geometry: int) -> bool:
+        """Whether what is here of a geometry never leaves: all its experts fit."""
+        return self._holds_all[geometry]
+
     def places_for_good(self, geometry: int, experts: np.ndarray) -> np.ndarray | None:
         """The slabs int64 `[n]` of these experts of a geometry, numbered by layer and id, if all are here and never leave; else
         None."""

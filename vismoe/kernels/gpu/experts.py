@@ -4,8 +4,8 @@ A pair is one token and one of its experts. Pairs are sorted by expert, then tok
 compute the pairs of a group of experts, and one adds them up: their number does not depend on how many experts there are.
 
 The result of a pair depends on its token and its expert only: not on the other tokens, nor on which experts were resident. So
-every tile uses the same instructions: `tile_rows` stays below 64 rows, from which on Hopper and Blackwell would use instructions
-that add up in another order.
+every tile uses the same instructions: neither its pairs nor, where it is transposed, its rows of weights reach 64, from which on
+Hopper and Blackwell would use instructions that add up in another order.
 
 Inputs and activated values are bfloat16 or float16, sums are float32. Triton is imported where it is first needed.
 """
@@ -25,7 +25,7 @@ from vismoe.formats.affine import GRIDS
 from vismoe.kernels.matrices import SIXTEEN_BITS, Matrix, matrices
 from vismoe.types import ExpertForm, Format, RecordLayout
 
-ONE_TOKEN, FEW_ROWS, MANY_ROWS = 8, 16, 32  # pairs of a tile: decoding one token or few, several, prompts
+ONE_TOKEN, FEW_ROWS, MANY_ROWS = 8, 16, 32  # pairs of a tile: where an expert has at most 8, at most 16, or more
 SUM_COLUMNS = 256
 MOST_ARRANGED = 127  # pairs that one program arranges
 STAGES = 4

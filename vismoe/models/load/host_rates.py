@@ -36,8 +36,8 @@ FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9
 # A layer's way from a GPU to the CPU kernels and back, beside their reading: two readbacks, a copy, and launches that wait for
 # it (docs/gpu.md).
 CPU_CALL_S = 0.8e-3
-# A GPU replays what it computes at once as a graph, and launches piece by piece what waits for the CPU. So the CPU is asked where
-# it saves this share of a layer's time, which its rates and the link's are not known better than.
+# The CPU is asked where it saves at least this share of a layer's time. The rates are not known better than that, and a GPU that
+# waits for the CPU launches piece by piece what it replays as a graph otherwise.
 CPU_SAVES = 0.25
 DECODE_BYTES_PER_S = {"portable": 1e9, "avx2": 4e9, "avx512": 8e9}  # of bfloat16, by one thread, from lossless records
 

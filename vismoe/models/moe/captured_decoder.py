@@ -46,7 +46,7 @@ class Graph(Protocol):
 
 
 class CudaGraphs:
-    """Makes graphs of one decoder; those of a capture share their memory."""
+    """Makes graphs of one decoder, within `capturing`; those of a capture share their memory."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -54,7 +54,7 @@ class CudaGraphs:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Within, graphs are begun and ended, on a stream of their own."""
-        self._pool = torch.cuda.graph_pool_handle()  # the one before may have ended with its graphs
+        self._pool = torch.cuda.graph_pool_handle()  # a new one: that of an earlier capture ends with its graphs
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
         gc.collect()

@@ -2,7 +2,7 @@
 
 On a GPU a token of a large model is hundreds of small operations, which the host takes far longer to queue than the GPU to
 compute. So after some passes one more is captured, by transformers' own code: one graph for the whole decoder where every expert
-is resident for good; otherwise a graph for what lies between two layers' experts, which are demanded as in any other pass, and
+is resident for good; otherwise a graph for what lies between two layers' experts, which are brought in as in any other pass, and
 one for the experts of each layer, where they lie in slabs together. The graphs are good for every later pass of one token,
 whatever its cache: the keys' and values' addresses and lengths are read on the device, by the attention program that other
 passes use as well.

@@ -78,16 +78,13 @@ class PagedLayer:
     def at_once(self, index: torch.Tensor, compute: Callable[[Group], torch.Tensor]) -> torch.Tensor | None:
         """The layer's output for one token's choices index int64 `[1, K]`, by `compute`, in one step with its copies; None: its
         experts must be demanded."""
-        context, step, serving = self.context, self.context.step, self.context.serving
-        told = step.beside or not context.lookahead_inputs.asks
-        plain = step.drafts is None and serving.chooser is None and not step.fewer and context.recorder is None
-        if not (told and plain and self.is_mine) or torch.is_grad_enabled():
+        context, step, pager = self.context, self.context.step, self.context.serving.pager
+        began_s, silent = time.perf_counter(), context.lookahead_inputs.lookahead is None and context.recorder is None
+        plain = step.drafts is None and context.serving.chooser is None and not step.fewer
+        if not (silent and plain and self.is_mine and pager.may_serve_at_once(self.layer, index.numel())):
             return None
         (ids,) = on_host(index)
-        out = serving.pager.at_once(self.layer, ids.reshape(-1), compute)
-        if out is not None:
-            self.computed_short(lambda: ids)
-        return out
+        return pager.at_once(self.layer, ids.reshape(-1), compute, began_s)
 
     def run_layers(
         self,

@@ -18,7 +18,7 @@ NATIVE := CMakeLists.txt $(wildcard vismoe/kernels/csrc/*)
 OLDEST := $(VENV)/transformers-5.17
 # Tests in which the version of transformers decides nothing run once, with the newest.
 APART := quick kernels encoded_kernels encodings quantised_files configured gpu_kernels kernels_eval lossless encoded_link checksum affine_encode formats formats_quality pack pack_cli pack_kills packed_store store \
-	store_reads safetensors_header miss route library pager below eviction host_tier speculation promises pinned replay trace timeline plan \
+	store_reads safetensors_header miss route library pager at_once below eviction host_tier speculation promises pinned replay trace timeline plan \
 	config threads machine doctor control bench_checkpoint bench_cli bench_fairness bench_limits bench_process bench_run gguf \
 	packaging memory_agreement layers cli cli_paste words cli_study cli_demo ui ui_serving browser scenes images overlay selection \
 	lookahead_network calibrate expert_demand pruning_eval suite compare fast exactness lookahead_learned emulated_link scheduler serve \

@@ -193,6 +193,7 @@ def test_every_rate_is_measured_and_kept_as_it_comes(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
     for name, value in {"SIZES_BYTES": (4096, 8192), "POINT_S": 1e-4, "CALLS": 3}.items():
         monkeypatch.setattr(gpu_rates, name, value)
+    monkeypatch.setattr(gpu_rates, "driver", lambda: SimpleNamespace(cuMemcpyBatchAsync_v2=None))
     monkeypatch.setattr("vismoe.machine.rates.LINK_REQUESTS_BYTES", (4096,))
     monkeypatch.setattr("vismoe.machine.rates._gpu_seconds", lambda work, device: work() is None or 0.5)
     kept = {}
@@ -200,7 +201,7 @@ def test_every_rate_is_measured_and_kept_as_it_comes(monkeypatch):
     rows = [(row["kind"], row["request_bytes"], row["streams"]) for row in kept["copies"]]
     assert rows == list(itertools.product(gpu_rates.KINDS, (4096, 8192), gpu_rates.STREAMS))
     assert all(row["bytes_per_s"] > 0 for row in kept["copies"]) and locked[:2] == [8 * 4096, 8 * 8192]
-    assert kept["link"]["registered"] and kept["batch_copy"] == "torch has no cudaMemcpyBatchAsync"
+    assert kept["link"]["registered"] and kept["batch_copy"] == "the driver has cuMemcpyBatchAsync_v2"
     assert len(found["delays_us"]) == 5 and all(us > 0 for us in found["delays_us"].values())
 
 

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 EVENT_EVERY = 4  # queued copies: so many at most are waited for beside those that are needed
 MEASURE_EVERY_S = 0.25
+IN_STREAM_ORDER, INVALID_VALUE, NOT_SUPPORTED = 1, 1, 801  # numbers of the CUDA driver
+BATCH_COPY = "cuMemcpyBatchAsync_v2"  # its function, since CUDA 13
 NEVER: tuple[int, Any] = (0, None)  # of a slab that nothing has read
 
 
@@ -282,20 +284,24 @@ class CopyAttributes(ctypes.Structure):
     ]
 
 
-IN_STREAM_ORDER, INVALID_VALUE, NOT_SUPPORTED = 1, 1, 801  # of the driver
+def driver() -> ctypes.CDLL | None:
+    """The CUDA driver's library; None where there is none by this name, as on another system."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def copier(stream: torch.cuda.Stream) -> Callable[[np.ndarray, np.ndarray, int], None] | None:
     """Queues copies of so many bytes to device addresses int64 `[n]` from page-locked ones of the host, on a stream, by the
     driver's own functions: torch would take as long as the link needs for 2 MB, to make this stream the current one and back. One
     call takes all, where the driver has that. None where there is no such library."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # another system calls it otherwise
+    library = driver()
+    if library is None:
         return None
-    put, handle = driver.cuMemcpyHtoDAsync_v2, ctypes.c_void_p(stream.cuda_stream)
+    put, handle = library.cuMemcpyHtoDAsync_v2, ctypes.c_void_p(stream.cuda_stream)
     put.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    batch = getattr(driver, "cuMemcpyBatchAsync_v2", None)  # CUDA 13
+    batch = getattr(library, BATCH_COPY, None)
     attributes, of_copies_from = CopyAttributes(IN_STREAM_ORDER), (ctypes.c_size_t * 1)(0)
 
     def copy(there: np.ndarray, here: np.ndarray, nbytes: int) -> None:

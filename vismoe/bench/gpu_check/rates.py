@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vismoe.machine.rates import MIB, link_rates
+from vismoe.paging.transfer import BATCH_COPY, driver
 from vismoe.pools.pool import SlabPool
 from vismoe.types import RecordLayout
 
@@ -19,7 +20,6 @@ COPIES = 8  # different records of a round
 MOST_BYTES = 512 * MIB  # of a round
 POINT_S = 0.03
 CALLS = 2000
-BATCH_COPY = "cudaMemcpyBatchAsync"
 
 
 def measure_rates(options: dict[str, Any], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -32,13 +32,8 @@ def measure_rates(options: dict[str, Any], keep: Callable[[dict[str, Any]], None
             copies.append({"kind": kind, "request_bytes": request_bytes, "streams": streams, "bytes_per_s": rate})
         keep({"copies": copies})
     keep({"link": dataclasses.asdict(link_rates(device))})
-    keep(
-        {
-            "batch_copy": f"torch exposes {BATCH_COPY}"
-            if hasattr(torch.cuda.cudart(), BATCH_COPY)
-            else f"torch has no {BATCH_COPY}"
-        }
-    )
+    several = hasattr(driver(), BATCH_COPY)
+    keep({"batch_copy": f"the driver {'has' if several else 'has no'} {BATCH_COPY}"})
     return {"delays_us": delays_us(device)}
 
 

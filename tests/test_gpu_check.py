@@ -193,7 +193,7 @@ def test_every_rate_is_measured_and_kept_as_it_comes(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
     for name, value in {"SIZES_BYTES": (4096, 8192), "POINT_S": 1e-4, "CALLS": 3}.items():
         monkeypatch.setattr(gpu_rates, name, value)
-    monkeypatch.setattr(gpu_rates, "driver", lambda: SimpleNamespace(cuMemcpyBatchAsync_v2=None))
+    monkeypatch.setattr(gpu_rates, "driver_function", str)
     monkeypatch.setattr("vismoe.machine.rates.LINK_REQUESTS_BYTES", (4096,))
     monkeypatch.setattr("vismoe.machine.rates._gpu_seconds", lambda work, device: work() is None or 0.5)
     kept = {}

@@ -22,7 +22,8 @@ from vismoe.paging import transfer
 from vismoe.paging.lent import Group
 from vismoe.paging.pager import Pager
 from vismoe.paging.tickets import Ticket
-from vismoe.paging.transfer import Decoding, DeviceMover, copier
+from vismoe.paging.transfer import Decoding, DeviceMover
+from vismoe.pools.cuda_copies import copier
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.readback import on_host
@@ -475,6 +476,9 @@ class Driver:
             return one
 
         self.cuMemcpyHtoDAsync_v2 = put
+
+    def __getitem__(self, name):
+        return getattr(self, name)
 
     def copy_all(self, status, there, here, sizes, count, attributes, first, kinds, stream):
         self.calls.append("all")

@@ -11,7 +11,6 @@ The core's state changes under one lock (`Changes`), which is never held during 
 
 import collections
 import contextlib
-import ctypes
 import functools
 import logging
 import threading
@@ -30,6 +29,7 @@ from vismoe.locks import under
 from vismoe.paging.changes import Changes, whole
 from vismoe.paging.residency import Link, Queued, Residency
 from vismoe.paging.tickets import Moved, Ticket
+from vismoe.pools.cuda_copies import copier
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 EVENT_EVERY = 4  # queued copies: so many at most are waited for beside those that are needed
 MEASURE_EVERY_S = 0.25
-IN_STREAM_ORDER, INVALID_VALUE, NOT_SUPPORTED = 1, 1, 801  # numbers of the CUDA driver
-BATCH_COPY = "cuMemcpyBatchAsync_v2"  # its function, since CUDA 13
 NEVER: tuple[int, Any] = (0, None)  # of a slab that nothing has read
 
 
@@ -272,57 +270,6 @@ class DeviceMover(Mover):
         self._newest_read = torch.cuda.current_stream(self._device).record_event()
         read = self._reads, self._newest_read
         self._last_read.update(dict.fromkeys(((geometry, slab) for slab in slabs.tolist()), read))
-
-
-class CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes: when the source is read, and hints that are not given."""
-
-    _fields_ = [
-        ("source_order", ctypes.c_int),
-        *((name, ctypes.c_int) for name in ("source_kind", "source_id", "target_kind", "target_id")),
-        ("flags", ctypes.c_uint),
-    ]
-
-
-def driver() -> ctypes.CDLL | None:
-    """The CUDA driver's library; None where there is none by this name, as on another system."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-
-
-def copier(stream: torch.cuda.Stream) -> Callable[[np.ndarray, np.ndarray, int], None] | None:
-    """Queues copies of so many bytes to device addresses int64 `[n]` from page-locked ones of the host, on a stream, by the
-    driver's own functions: torch would take as long as the link needs for 2 MB, to make this stream the current one and back. One
-    call takes all, where the driver has that. None where there is no such library."""
-    library = driver()
-    if library is None:
-        return None
-    put, handle = library.cuMemcpyHtoDAsync_v2, ctypes.c_void_p(stream.cuda_stream)
-    put.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    batch = getattr(library, BATCH_COPY, None)
-    attributes, of_copies_from = CopyAttributes(IN_STREAM_ORDER), (ctypes.c_size_t * 1)(0)
-
-    def copy(there: np.ndarray, here: np.ndarray, nbytes: int) -> None:
-        nonlocal batch
-        if batch is not None and len(there) > 1:
-            sizes = np.full(len(there), nbytes, dtype=np.uint64)
-            places = (ctypes.c_void_p(array.ctypes.data) for array in (there, here, sizes))
-            kinds = ctypes.byref(attributes), of_copies_from, ctypes.c_size_t(1)
-            status = batch(*places, ctypes.c_size_t(len(there)), *kinds, handle)
-            if not status:
-                return
-            if status not in (INVALID_VALUE, NOT_SUPPORTED):
-                raise TransferError(f"{len(there)} copies of {nbytes} bytes to the GPU were refused: CUDA error {status}")
-            logger.warning("copies to the GPU are queued one by one: CUDA error %d for several", status)
-            batch = None
-        for to, source in zip(there.tolist(), here.tolist()):
-            status = put(to, source, nbytes, handle)
-            if status:
-                raise TransferError(f"a copy of {nbytes} bytes to the GPU was refused: CUDA error {status}")
-
-    return copy
 
 
 class LinkClock:

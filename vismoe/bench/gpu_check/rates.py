@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vismoe.machine.rates import MIB, link_rates
-from vismoe.paging.transfer import BATCH_COPY, driver
+from vismoe.pools.cuda_copies import SEVERAL, driver_function
 from vismoe.pools.pool import SlabPool
 from vismoe.types import RecordLayout
 
@@ -32,8 +32,7 @@ def measure_rates(options: dict[str, Any], keep: Callable[[dict[str, Any]], None
             copies.append({"kind": kind, "request_bytes": request_bytes, "streams": streams, "bytes_per_s": rate})
         keep({"copies": copies})
     keep({"link": dataclasses.asdict(link_rates(device))})
-    several = hasattr(driver(), BATCH_COPY)
-    keep({"batch_copy": f"the driver {'has' if several else 'has no'} {BATCH_COPY}"})
+    keep({"batch_copy": f"the driver {'has no' if driver_function(SEVERAL) is None else 'has'} {SEVERAL}"})
     return {"delays_us": delays_us(device)}
 
 

@@ -19,7 +19,7 @@ from vismoe.bench import worker
 from vismoe.bench.job import COLD, WARM, BenchRequest, Contestant, Job, TokenTime, contestants_of
 from vismoe.bench.limits import Groups
 from vismoe.bench.report import Ceilings, Work, agreement, measures, observed, spread, summary, warnings
-from vismoe.bench.run import run_all, run_job
+from vismoe.bench.run import ReadyWorker, run_all, run_job
 from vismoe.bench.turns import rotating
 from vismoe.errors import ConfigError
 
@@ -87,6 +87,22 @@ def test_a_worker_gets_its_job_and_threads_and_its_result_comes_back():
     assert found == {"echo": "vismoe", "threads": "1", "peak_bytes": None}
 
 
+def test_a_worker_waits_for_its_job_and_ends_without_one(tmp_path):
+    """It is started before the job is known; however the caller leaves, it does not outlive that."""
+    with ReadyWorker("vismoe", 3, Groups(None), script("out.write_text(json.dumps({'model': job['model']}))")) as ready:
+        assert ready.answer(replace(JOB, model="known later")) == {"model": "known later", "peak_bytes": None}
+    pid = tmp_path / "pid"
+    waiting = f"import os, pathlib, sys; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); sys.stdin.read()"
+    with pytest.raises(OSError, match="no space"), ReadyWorker("vismoe", 1, Groups(None), (sys.executable, "-c", waiting)):
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.01)
+        raise OSError("no space")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), signal.SIG_DFL)
+    with ReadyWorker("vismoe", 1, Groups(None), script("time.sleep(600)")) as ready:
+        assert ready.answer(JOB, 0.5)["failed"] == "the worker was killed after 0 s"
+
+
 def test_a_worker_that_breaks_is_reported_with_its_last_words():
     assert run_job(JOB, Groups(None), script("sys.exit('no such model')"))["failed"].endswith("exit code 1:\nno such model")
     killed = run_job(JOB, Groups(None), script("os.kill(os.getpid(), signal.SIGKILL)"))
@@ -125,7 +141,7 @@ def test_the_result_is_there_before_the_timeline_is_written(tmp_path, monkeypatc
     monkeypatch.setattr(worker, "die_with_parent", lambda: None)
     monkeypatch.setattr(Runner, "trace", lambda self, path: seen.append((tmp_path / "result").exists()))
     monkeypatch.setattr(sys, "stdin", io.StringIO(replace(JOB, trace="t.json").to_json()))
-    assert worker.main([str(tmp_path / "result")]) == 0 and seen == [True]
+    assert worker.main([str(tmp_path / "result"), "vismoe"]) == 0 and seen == [True]
 
 
 def test_ctrl_c_ends_the_worker_and_keeps_what_was_measured(tmp_path):
@@ -240,7 +256,7 @@ def test_the_parts_of_a_token_are_timed_last_and_add_up():
 def test_an_error_of_a_contestant_is_the_workers_result(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.set_num_threads", lambda threads: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO(replace(JOB, model=str(tmp_path)).to_json()))
-    assert worker.main([str(tmp_path / "result")]) == 1
+    assert worker.main([str(tmp_path / "result"), "vismoe"]) == 1
     assert "CheckpointError" in json.loads((tmp_path / "result").read_text())["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["result"]
 

@@ -246,7 +246,7 @@ def tiny(tmp_path_factory):
 def test_a_contest_is_run_by_the_workers_of_the_benchmark(tiny, tmp_path):
     """On the CPU, ours alone: the row has every figure that needs no GPU, and rows of one format must agree."""
     kept = []
-    found = contest._run(tiny, [contest.ours(OPTIONS, 25.0)], OPTIONS | {"folder": str(tmp_path)}, kept.append)
+    found = contest._run([contest.ours(OPTIONS, 25.0)], OPTIONS | {"folder": str(tmp_path)}, kept.append, "layers")
     (row,) = found["rows"]
     assert found["failures"] == [] and kept[-1]["rows"] == [row] and row["name"] == "vismoe raw 25%"
     assert set(row["first_token_s"]) == {"24", "8"} and len(row["token_ids"]) == contest.NEW_TOKENS
@@ -255,6 +255,8 @@ def test_a_contest_is_run_by_the_workers_of_the_benchmark(tiny, tmp_path):
     assert row["decode_bytes"] == contest.decode_bytes(tiny, contest.ours(OPTIONS, 100.0))
     assert contest.other_answers([row, {**row, "name": "b"}]) == []
     assert contest.other_answers([row, {**row, "name": "b", "token_ids": [1]}]) == ["b gave other tokens than vismoe raw 25%"]
+    by_the_cpu = {**row, "token_ids": [1], "computed_on_host": 1}
+    assert contest.other_answers([row, by_the_cpu]) == contest.other_answers([by_the_cpu, row]) == []
 
 
 def test_a_share_is_one_of_the_experts_whatever_their_format():

@@ -39,7 +39,7 @@ def test_the_programs_compute_what_the_oracles_do(request):
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     same = [f"--{name}" for name in ("quick", "store-seconds") if request.config.getoption(name.replace("-", "_"))]
     # A GPU waits for the host, which compiles. The plugin is beside this file.
-    alone = ("-p", "no:xdist", "-p", "hasty_interpreter") if interpreted else ("-n", "4")
+    alone = ("-p", "no:xdist", "-p", "hasty_interpreter") if interpreted else ("-n", "8")
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", *alone, *same, *(HERE / file for file in FILES), **interpreted)
 
 

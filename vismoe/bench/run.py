@@ -63,53 +63,69 @@ def run_all(
     return BenchOutcome(tuple(runs), interrupted=False)
 
 
-def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER, limit_s: float | None = None) -> dict[str, Any]:
-    """Runs one worker from cold files to its answer. Returns the fields of Answer, or `failed` with the reason, and `peak_bytes`
-    of its group; `trace_failed` if only the timeline after the answer failed. A worker is killed after `limit_s`."""
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vismoe-bench-")))
-        if job.offload_folder:
-            Path(job.offload_folder).mkdir(parents=True, exist_ok=True)
-            stack.callback(shutil.rmtree, job.offload_folder, ignore_errors=True)
-        group = groups.make()
-        stack.callback(group.remove)
-        try:
-            code, result, log = _supervise(group.command([*worker, str(folder / "result")]), job, folder, limit_s)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"the worker was killed after {limit_s:.0f} s", "peak_bytes": None}
-        report = group.report()
-    if "error" in result:
-        result = {"failed": result["error"]}
-    elif code or not result:
-        how = _how_it_ended(code, report.kills, report.peak_bytes, groups.limit_bytes, log)
-        result = {**result, "trace_failed": how} if result else {"failed": how}
-    return {**result, "peak_bytes": report.peak_bytes}
+def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[str, Any]:
+    """Runs one worker from cold files to its answer: what `ReadyWorker.answer` returns."""
+    with ReadyWorker(job.way, job.threads, groups, worker) as ready:
+        return ready.answer(job)
 
 
-def _supervise(argv: Sequence[str], job: Job, folder: Path, limit_s: float | None) -> tuple[int, dict[str, Any], str]:
-    """(exit code, result or {}, the last printed lines); the worker never outlives this call."""
-    (folder / "job").write_text(job.to_json())
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
-    usual = dict(os.environ) if job.way == OURS else without_us(os.environ)
-    environment = {**usual, **threads, "GGML_NO_BACKTRACE": "1"}  # otherwise a backtrace would fill the end of the log
-    process, early = None, list[int]()
-    with (folder / "job").open() as order, (folder / "log").open("w") as log:
-        try:
-            with _held_back(early):  # or Ctrl-C would leave a process that is not known yet
-                process = subprocess.Popen(
-                    argv, stdin=order, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-                )
+class ReadyWorker:
+    """The process of one job, which may be started before the job is known: it imports what `way` needs, and waits. It does not
+    outlive a `with`."""
+
+    def __init__(self, way: str, threads: int, groups: Groups, worker: Sequence[str] = WORKER):
+        self._limit_bytes = groups.limit_bytes
+        with contextlib.ExitStack() as stack:
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vismoe-bench-")))
+            self._group = groups.make()
+            stack.callback(self._group.remove)
+            numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+            usual = dict(os.environ) if way == OURS else without_us(os.environ)
+            environment = {**usual, **numbers, "GGML_NO_BACKTRACE": "1"}  # otherwise a backtrace would fill the end of the log
+            command, early = self._group.command([*worker, str(self._folder / "result"), way]), list[int]()
+            with (self._folder / "log").open("w") as log, _held_back(early):  # or Ctrl-C left a process that is not known yet
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+                    text=True,
+                )  # fmt: skip
+            stack.callback(self._end)
             if early:
                 raise KeyboardInterrupt
-            code = process.wait(limit_s)
-        except BaseException:
-            if process is not None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            raise
-    result = folder / "result"
-    lines = (folder / "log").read_text(errors="replace").splitlines()
-    return code, json.loads(result.read_text()) if result.exists() else {}, "\n".join(lines[-LOG_LINES:])
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "ReadyWorker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def answer(self, job: Job, limit_s: float | None = None) -> dict[str, Any]:
+        """The fields of Answer, or `failed` with the reason, and `peak_bytes` of the group; `trace_failed` if only the timeline
+        after the answer failed. The worker is killed after `limit_s`."""
+        with contextlib.ExitStack() as stack:
+            if job.offload_folder:
+                Path(job.offload_folder).mkdir(parents=True, exist_ok=True)
+                stack.callback(shutil.rmtree, job.offload_folder, ignore_errors=True)
+            stack.callback(self._end)
+            try:
+                self._process.communicate(job.to_json(), limit_s)
+            except subprocess.TimeoutExpired:
+                return {"failed": f"the worker was killed after {limit_s:.0f} s", "peak_bytes": None}
+            report, code = self._group.report(), self._process.returncode
+        found, lines = self._folder / "result", (self._folder / "log").read_text(errors="replace").splitlines()
+        result = json.loads(found.read_text()) if found.exists() else {}
+        if "error" in result:
+            result = {"failed": result["error"]}
+        elif code or not result:
+            log = "\n".join(lines[-LOG_LINES:])
+            how = _how_it_ended(code, report.kills, report.peak_bytes, self._limit_bytes, log)
+            result = {**result, "trace_failed": how} if result else {"failed": how}
+        return {**result, "peak_bytes": report.peak_bytes}
 
 
 def _held_back(arrived: list[int]) -> contextlib.AbstractContextManager[None]:

@@ -1,7 +1,7 @@
-"""One worker process: `python -m vismoe.bench.worker RESULT` reads a job from stdin and writes its answer to the file RESULT.
+"""One worker process: `python -m vismoe.bench.worker RESULT WAY` imports what that way to run a model needs, and no more, reads a
+job from stdin and writes its answer to the file RESULT.
 
-The file appears complete or not at all, so a killed worker leaves none. The parent redirects the output of libraries. Nothing
-heavy is imported before the contestant is known, so each worker loads only what it needs.
+The file appears complete or not at all, so a killed worker leaves none. The parent redirects the output of libraries.
 """
 
 import dataclasses
@@ -39,18 +39,21 @@ def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
     return Answer(load_s, tuple(requests), peak_bytes, cached_bytes, *about, parallel, moe_s, token_time, read), runner
 
 
-def _loader_of(job: Job) -> Callable[[Job], Any]:
-    if PROGRAMS[job.way].package == "llama_cpp":
+def _loader_of(way: str) -> Callable[[Job], Any]:
+    if PROGRAMS[way].package == "llama_cpp":
         from vismoe.bench import llama_runner
 
-        return llama_runner.LOADERS[job.way]
+        return llama_runner.LOADERS[way]
     with quick_imports():
         import torch
 
         from vismoe.bench import contestants
 
-    torch.set_num_threads(job.threads)
-    return contestants.LOADERS[job.way]
+    def load(job: Job) -> Any:
+        torch.set_num_threads(job.threads)
+        return contestants.LOADERS[way](job)
+
+    return load
 
 
 def _leave(file: Path, result: dict[str, Any]) -> None:
@@ -62,9 +65,10 @@ def _leave(file: Path, result: dict[str, Any]) -> None:
 def main(argv: list[str]) -> int:
     """Exit codes: 0; 1 for an error, which the result contains as `{"error": ...}`. A timeline is written after the result."""
     die_with_parent()
-    job = Job.from_json(sys.stdin.read())
     try:
-        found, runner = answer(job, _loader_of(job))
+        load = _loader_of(argv[1])
+        job = Job.from_json(sys.stdin.read())
+        found, runner = answer(job, load)
     except Exception as error:  # the process boundary; the parent reports the error
         _leave(Path(argv[0]), {"error": f"{type(error).__name__}: {error}"})
         return 1

@@ -18,7 +18,7 @@ from vismoe.errors import ConfigError, InputError
 FAILED = 2  # a test or a stage failed, or a stage was late
 GEOMETRY = "qwen3-vl-30b-a3b"
 # Percent of the experts on the device, the most telling first; tokens of prompts, the longest first; layers of checkpoints.
-FULL = {"shares": (25.0, 100.0, 50.0, 12.5), "prompts": (2048, 512), "layers": 16, "small_layers": 4}
+FULL = {"shares": (25.0, 100.0, 50.0, 12.5), "prompts": (2048, 512), "layers": 8, "small_layers": 4}
 QUICK = {"shares": (25.0, 100.0), "prompts": (512, 128), "layers": 4, "small_layers": 2}
 SPARE_BYTES = 2**30  # of the disk
 

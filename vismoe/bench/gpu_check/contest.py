@@ -1,5 +1,6 @@
 """Generated checkpoints, run on the device by the workers of `vismoe bench`: ours at several shares, and others beside it."""
 
+import contextlib
 import json
 import os
 import statistics
@@ -13,7 +14,7 @@ from vismoe.bench.job import BITS_PER_WEIGHT, COLD, OURS, Job
 from vismoe.bench.limits import Groups
 from vismoe.bench.prompt import picture_tokens, random_ids
 from vismoe.bench.report import Work
-from vismoe.bench.run import run_job
+from vismoe.bench.run import ReadyWorker
 from vismoe.bench.subject import GeneratedModel, Subject, generate, packed, sketch, store_folder
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.engine.engine import demo_model, load
@@ -56,35 +57,31 @@ def contest(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
     first, *others = (ours(options, share) for share in options["shares"])
     resident = CheckEntrant("transformers", prompts, "transformers")
     offloaded = CheckEntrant("accelerate", prompts[:1], "accelerate", new_tokens=ACCELERATE_TOKENS)
-    return _run(_subject(options, options["layers"]), [first, resident, offloaded, *others], options, keep)
+    return _run([first, resident, offloaded, *others], options, keep, "layers")
 
 
 def resident(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
     """All experts on the device: ours in bfloat16 and int4, transformers as it comes and compiled."""
-    subject, prompts = _subject(options, options["small_layers"]), tuple(options["prompts"][-1:])
-    packed(subject, ["int4"], quiet=True)
-    others = [CheckEntrant(way, prompts, way) for way in ("transformers", "transformers-compiled")]
-    return _run(subject, [ours(options, 100.0), *others, ours(options, 100.0, "int4")], options, keep)
+    prompts = tuple(options["prompts"][-1:])
+    others = [CheckEntrant(way, prompts, way) for way in ("transformers-compiled", "transformers")]
+    return _run([ours(options, 100.0), ours(options, 100.0, "int4"), *others], options, keep, "small_layers", ["int4"])
 
 
 def whole(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
     """Ours at four shares and transformers with all weights on the device, of as many layers as fit; then ours in int4."""
-    subject = _subject(options, options["whole_layers"])
     resident = CheckEntrant("transformers", tuple(options["prompts"]), "transformers")
     first, *others = (ours(options, share) for share in options["shares"])
-    raw = _run(subject, [first, resident, *others], options, keep)
-    packed(subject, ["int4"], quiet=True)
-    return _run(subject, [ours(options, share, "int4") for share in options["shares"]], options, keep, raw["rows"])
+    raw = _run([first, resident, *others], options, keep, "whole_layers")
+    again = [ours(options, share, "int4") for share in options["shares"]]
+    return _run(again, options, keep, "whole_layers", ["int4"], raw["rows"])
 
 
 def policies(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
     """Two formats at once: hotness with 16/4 at half, and with 4/2 at a fifth of the bytes in bfloat16."""
-    subject = _subject(options, options["small_layers"])
-    packed(subject, ["int4", "int2"], quiet=True)
     prompts = tuple(options["prompts"][-1:])
     settings = [{"policy": "hotness", "formats": pair, "memory": memory} for pair, memory in (("16/4", "50%"), ("4/2", "20%"))]
     entrants = [CheckEntrant(f"vismoe hotness {one['formats']}", prompts, OURS, one, None) for one in settings]
-    return _run(subject, entrants, options, keep)
+    return _run(entrants, options, keep, "small_layers", ["int4", "int2"])
 
 
 def image(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
@@ -98,7 +95,7 @@ def image(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
     keep({"answer": said, "failures": failures})
     one = ours(options, 25.0)
     one = replace(one, name=f"{one.name} with a picture", picture=PICTURE, prompts=one.prompts[-1:])
-    found = _run(_subject(options, options["small_layers"]), [one], options, keep)
+    found = _run([one], options, keep, "small_layers")
     return found | {"failures": failures + found["failures"]}
 
 
@@ -108,35 +105,40 @@ def needed_bytes(geometry: str, layers: int, stores: Sequence[str] = ()) -> int:
         return planned.weights_bytes + int(sum(planned.expert_share(format) * planned.expert_bytes for format in stores))
 
 
-def _subject(options: Mapping[str, Any], layers: int) -> Subject:
-    return generate(Path(options["folder"]), GeneratedModel(options["geometry"], layers), quiet=True)
-
-
 def _run(
-    subject: Subject,
     entrants: Sequence[CheckEntrant],
     options: Mapping[str, Any],
     keep: Keep,
+    layers: str,
+    formats: Sequence[str] = (),
     before: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """`rows`, those of `before` among them, and `failures` of ours; what was measured is kept after each."""
+    """`rows`, those of `before` among them, and `failures` of ours; what was measured is kept after each. The weights, of
+    `options[layers]` layers and packed in these formats, are made while the workers import what they need."""
     rows = list(before)
-    for entrant in entrants:
-        run = run_job(job_of(entrant, subject, options), Groups(None), limit_s=WORKER_S)
-        rows.append(row_of(entrant, run, decode_bytes(subject, entrant)))
-        keep({"rows": rows, "layers": len(subject.inventory.layers)})
+    with contextlib.ExitStack() as stack:
+        ready = [stack.enter_context(ReadyWorker(entrant.way, cores(), Groups(None))) for entrant in entrants]
+        model = GeneratedModel(options["geometry"], options[layers])
+        subject = generate(Path(options["folder"]), model, quiet=True)
+        if formats:
+            packed(subject, list(formats), quiet=True)
+        for entrant, worker in zip(entrants, ready, strict=True):
+            run = worker.answer(job_of(entrant, subject, options), WORKER_S)
+            rows.append(row_of(entrant, run, decode_bytes(subject, entrant)))
+            keep({"rows": rows, "layers": len(subject.inventory.layers)})
     ours_of = [row for row in rows if row["way"] == OURS]
     failures = [f"{row['name']}: {row['failed']}" for row in ours_of if row["failed"]]
     return {"rows": rows, "failures": failures + other_answers([row for row in ours_of if not row["failed"]])}
 
 
 def other_answers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows of ours whose tokens differ from those of the first row of the same format: a budget changed the answer."""
+    """Rows of ours whose tokens differ from those of the first row of the same format: a budget changed the answer. Where the CPU
+    computed some misses it may, since it rounds otherwise."""
     first: dict[str, Mapping[str, Any]] = {}
+    rows = [row for row in rows if row["format"] and not row["computed_on_host"]]
     for row in rows:
-        if row["format"]:
-            first.setdefault(row["format"], row)
-    found = [(row, first[row["format"]]) for row in rows if row["format"]]
+        first.setdefault(row["format"], row)
+    found = [(row, first[row["format"]]) for row in rows]
     return [f"{row['name']} gave other tokens than {one['name']}" for row, one in found if row["token_ids"] != one["token_ids"]]
 
 
@@ -195,7 +197,9 @@ def row_of(entrant: CheckEntrant, run: Mapping[str, Any], token_bytes: float | N
         hits, misses, link = (sum(one.get(name, 0) for one in decoding) for name in ("hits", "misses", "bytes_copied"))
         tokens = sum(request["decode_tokens"] for request in warm)
         row |= {"hits": hits / (hits + misses) if hits + misses else None, "link_bytes_per_token": link / tokens}
-        row |= {"planned_bytes": plan["total_bytes"], "kernels": plan["kernels"]}
+        row |= {"planned_bytes": plan["total_bytes"], "kernels": plan["kernels"], "backends": run["notes"]["backends"]}
+        row["counters"] = [request["counters"] or {} for request in run["requests"]]
+        row["computed_on_host"] = sum(of.get("computed_on_host", 0) for one in row["counters"] for of in one.values())
     return row
 
 

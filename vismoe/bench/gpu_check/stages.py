@@ -28,18 +28,18 @@ def _tests(*files: str) -> dict[str, Any]:
 
 STAGES = (
     CheckStage("facts", 10, "driver, memory, NUMA, PCI link, context, page-locking", "machine:facts_of_gpu", needs_gpu=False),
-    CheckStage("cuda", 45, "the tests that need a GPU", "tests:run_tests", _tests("cuda")),
-    CheckStage("families", 40, "every family, eager on the GPU against ours", "tests:run_tests", _tests("cuda_families")),
+    CheckStage("cuda", 40, "the tests that need a GPU", "tests:run_tests", _tests("cuda")),
+    CheckStage("families", 35, "every family, eager on the GPU against ours", "tests:run_tests", _tests("cuda_families")),
     CheckStage(
-        "kernels", 50, "the GPU kernels, interpreted without a GPU, and compiled", "tests:run_tests", _tests("gpu_kernels"), False
+        "kernels", 60, "the GPU kernels, interpreted without a GPU, and compiled", "tests:run_tests", _tests("gpu_kernels"), False
     ),
-    CheckStage("streams", 10, "copies on simulated streams", "tests:run_tests", _tests("simulated_cuda"), False),
+    CheckStage("streams", 30, "copies on simulated streams", "tests:run_tests", _tests("simulated_cuda"), False),
     CheckStage("rates", 15, "copies, launches, waits", "rates:measure_rates"),
-    CheckStage("contest", 130, "16 of 48 layers, against transformers and accelerate", "contest:contest", checkpoint="contest"),
-    CheckStage("resident", 75, "every expert on the device, 4 of 48 layers", "contest:resident", checkpoint="small"),
-    CheckStage("policies", 25, "two formats at once, 4 of 48 layers", "contest:policies", checkpoint="small"),
-    CheckStage("image", 20, "a question about a picture, end to end", "contest:image", checkpoint="small"),
-    CheckStage("whole", 110, "as many of 48 layers as the disk holds, raw and int4", "contest:whole", checkpoint="whole"),
+    CheckStage("contest", 110, "8 of 48 layers, against transformers and accelerate", "contest:contest", checkpoint="contest"),
+    CheckStage("resident", 65, "every expert on the device, 4 of 48 layers", "contest:resident", checkpoint="small"),
+    CheckStage("policies", 40, "two formats at once, 4 of 48 layers", "contest:policies", checkpoint="small"),
+    CheckStage("image", 30, "a question about a picture, end to end", "contest:image", checkpoint="small"),
+    CheckStage("whole", 100, "as many of 48 layers as the disk holds, raw and int4", "contest:whole", checkpoint="whole"),
 )
 STORES = {"contest": (), "small": ("int4", "int2"), "whole": ("int4",)}  # packed beside each checkpoint
 NAMES = tuple(stage.name for stage in STAGES)

@@ -12,6 +12,7 @@ from vismoe.cli.main import main
 from vismoe.config import Settings
 from vismoe.errors import TransferError
 from vismoe.models.load import host_rates
+from vismoe.paging.miss import Rates
 from vismoe.pools import page_lock
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.readback import on_host
@@ -100,7 +101,7 @@ def test_packed_slabs_have_the_bits_of_decoded_ones(memory, folder):
 
 @pytest.mark.parametrize("misses", ["cpu", "auto"])
 def test_misses_that_the_cpu_computes_beside_the_gpu_change_logits_by_rounding_only(misses, tmp_path, monkeypatch):
-    monkeypatch.setattr(host_rates, "CPU_CALL_S", 0.0)  # these experts are copied sooner
+    monkeypatch.setattr(host_rates, "_measured", lambda *given: Rates(1e6, 4e10))  # these experts are copied sooner
     tiny_models.save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16)
     reference = tiny_models.reference(tmp_path, torch.bfloat16).to("cuda")
     settings = VisMoEConfig(memory="25%", kernels="auto", misses=misses)

@@ -12,14 +12,16 @@ from test_page_lock import cuda_with
 
 from vismoe.cli.main import main
 from vismoe.config import Settings
+from vismoe.errors import TransferError
 from vismoe.formats.lossless import content_bytes
 from vismoe.kernels.gpu import experts as gpu
 from vismoe.kernels.lossless import FastLossless
-from vismoe.models.load import opening, runtime
+from vismoe.models.load import host_rates, opening, runtime
 from vismoe.models.load.opening import Configuration, open_model
 from vismoe.models.load.preview import describe
 from vismoe.paging.pager import Pager
 from vismoe.planning.needs import Hardware
+from vismoe.planning.throughput import NOMINAL_LINK_BYTES_PER_S
 from vismoe.types import ExpertId, Phase
 
 DEVICE = torch.device("cuda", 0)
@@ -43,6 +45,7 @@ def cuda(monkeypatch) -> SimulatedCuda:
     monkeypatch.setattr(gpu, "missing", lambda device, dtype: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(host_rates, "link_rate", lambda device, request_bytes: 5e10)
     cuda.install(monkeypatch)
     return cuda
 
@@ -69,6 +72,28 @@ def test_records_are_decoded_in_host_memory_where_the_gpu_cannot_and_the_plan_sa
     assert not found.experts.encoded and found.plan.bytes_of("encoded copies") == 0 < found.plan.bytes_of("staging")
     assert f"lossless records lie decoded in host memory ({why})" in found.plan.table()
     found.close()
+
+
+def test_both_ways_of_a_miss_are_measured_beside_a_gpu_unless_choices_follow_from_bytes_alone(checkpoint, cuda, monkeypatch):
+    """What the CPU takes is measured by its kernels; where the system locks no pages the link's rate stays nominal."""
+    monkeypatch.setattr(host_rates, "expert_rates", lambda kernel, slab, dtype, nbytes: (3e9, 5e-6))
+
+    def rates(**settings):
+        found = opened(checkpoint, **settings)
+        found.close()
+        return found.experts.ways.rates[0]
+
+    measured = rates()
+    assert (measured.link_bytes_per_s, measured.cpu_bytes_per_s, measured.cpu_s_per_token) == (5e10, 3e9, 5e-6)
+    assert measured.cpu_call_s > 0 < measured.cpu_saves
+    nominal = rates(deterministic=True)
+    assert nominal == rates(misses="cpu") and nominal.link_bytes_per_s == NOMINAL_LINK_BYTES_PER_S
+
+    def refused(device, request_bytes):
+        raise TransferError("no pages are locked. Fix: ulimit -l unlimited")
+
+    monkeypatch.setattr(host_rates, "link_rate", refused)
+    assert rates() == dataclasses.replace(measured, link_bytes_per_s=NOMINAL_LINK_BYTES_PER_S)
 
 
 def test_settings_say_whether_records_stay_encoded(checkpoint, cuda):

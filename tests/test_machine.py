@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vismoe.errors import InputError, TransferError
+from vismoe.kernels.cpu import ExpertKernel
 from vismoe.machine import disk as disk_module
 from vismoe.machine import facts as facts_module
 from vismoe.machine import profile as profile_module
@@ -38,9 +39,11 @@ from vismoe.machine.rates import (
     LinkRate,
     LinkRates,
     dram_rates,
+    expert_rates,
     link_rates,
 )
 from vismoe.pools.pool import SlabPool
+from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
 GIB, MIB = 2**30, 2**20
 SMALL = Effort((4096, 65536), (1, 2), 0.01, 1, MIB, MIB)
@@ -278,6 +281,15 @@ def test_a_place_that_cannot_be_measured_is_refused_with_a_fix(tmp_path, monkeyp
 def test_memory_is_read_by_all_threads_and_by_one():
     measured = dram_rates(3, MIB)
     assert measured.threads == 3 and measured.bytes_per_s > 0 and measured.single_thread_bytes_per_s > 0
+
+
+def test_what_the_cpu_takes_for_experts_is_measured_by_the_kernels_that_compute_them():
+    """At one token and at many, with slabs of the kernel's own format; one more token never takes longer than a call for one."""
+    names = {"up": (128, 64), "down": (64, 64)}
+    raw = RecordLayout.of(names, dict.fromkeys(names, torch.bfloat16))
+    kernel = ExpertKernel.of(Format.RAW, raw, raw, ExpertForm("up", "down", False, Gate.CONCATENATED, Activation.SILU))
+    bytes_per_s, token_s = expert_rates(kernel, raw, torch.bfloat16, MIB)
+    assert 0 < token_s < raw.record_bytes / bytes_per_s
 
 
 def test_a_path_that_is_not_there_yet_lies_where_its_folder_does(tmp_path):

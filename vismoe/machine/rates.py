@@ -30,6 +30,9 @@ LINK_REQUESTS_BYTES = (MIB, 8 * MIB, 64 * MIB)
 LOSSLESS_BYTES = 8 * MIB  # of one expert
 HIDDEN, INNER = 2048, 768  # of an expert of Qwen3-30B-A3B
 LINK_COPIES = 4  # queued at a time, each of a slab of its own
+EXPERTS_AT_ONCE = 8  # that one call computes, as many as a token chooses
+MOST_EXPERTS = 64
+TOKENS = 32  # of a prompt in each expert
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,40 @@ def packed_extra(nbytes: int) -> float:
     return max(0.0, from_records - from_weights) / (count * raw.record_bytes)
 
 
+def expert_rates(kernel: ExpertKernel, slab: RecordLayout, dtype: torch.dtype, nbytes: int) -> tuple[float, float]:
+    """(bytes of experts per second at one token, seconds for each of TOKENS tokens in one expert) of this kernel, with inputs of
+    this type: medians of calls that compute EXPERTS_AT_ONCE experts; about `nbytes` of them, in no cache."""
+    count = EXPERTS_AT_ONCE * max(1, min(MOST_EXPERTS, nbytes // slab.record_bytes) // EXPERTS_AT_ONCE)
+    pool = SlabPool(slab, count)
+    pool.buffer.zero_()  # else all of it would be one page
+    records, hidden = pool.addresses.view(np.uint64), torch.zeros(TOKENS, kernel.hidden, dtype=dtype)
+    spans = {1: list[float](), TOKENS: list[float]()}
+    for tokens, seconds in spans.items():
+        pairs = EXPERTS_AT_ONCE * tokens
+        starts = np.arange(0, pairs + 1, tokens, dtype=np.int32)
+        chosen, factors = np.tile(np.arange(tokens, dtype=np.int32), EXPERTS_AT_ONCE), np.ones(pairs, np.float32)
+        out = torch.empty(pairs, kernel.hidden)
+        for first in [0, *range(0, count, EXPERTS_AT_ONCE)]:  # the first call makes the workspace
+            began_s = time.perf_counter()
+            kernel.parts(records[first : first + EXPERTS_AT_ONCE], starts, chosen, factors, hidden, out)
+            seconds.append((time.perf_counter() - began_s) / EXPERTS_AT_ONCE)
+    one, many = (statistics.median(seconds[1:]) for seconds in spans.values())
+    return slab.record_bytes / one, many / TOKENS
+
+
 # ------------------------------------------------------------------ a GPU and its link
+def link_rate(device: str, request_bytes: int) -> float:
+    """Bytes per second of page-locked copies of this size to `device` (a GPU), as the misses of a layer are queued.
+
+    Raises TransferError if the system locks no pages.
+    """
+    layout = RecordLayout((), request_bytes)
+    host = SlabPool(layout, LINK_COPIES, page_locked=True)
+    copies = functools.partial(_queue_copies, SlabPool(layout, LINK_COPIES, device), host)
+    copies()
+    return LINK_COPIES * request_bytes / _gpu_seconds(copies, device, at_least_s=0.005)
+
+
 def link_rates(device: str) -> LinkRates:
     """Copies from host memory to `device` (a GPU), pageable and page-locked, and reads of its own memory.
 

@@ -1,21 +1,26 @@
 """At which rates misses and passes are weighed, and whether misses can be computed below the device, in host memory.
 
-The rates are the link's and host memory's, as `vismoe doctor` measured them, or nominal ones without that; `deterministic`
-takes the nominal ones always, so that a choice depends on bytes and tokens alone.
+The rates are the link's and host memory's, as `vismoe doctor` measured them, or nominal ones without that. Beside a GPU both
+ways of a miss are measured when the model is loaded: nominal rates were wrong by six times (docs/gpu.md), and what the CPU
+computes rounds otherwise than the GPU. `deterministic` takes the nominal ones always: a choice then depends on bytes and tokens
+alone.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from vismoe.config import Settings
-from vismoe.errors import ConfigError
+from vismoe.errors import ConfigError, TransferError
 from vismoe.kernels import cpu
 from vismoe.kernels.lossless import available as lossless_isas
 from vismoe.machine.choices import format_rate, read_bytes_per_s
-from vismoe.machine.hardware import cores
+from vismoe.machine.hardware import cores, host_memory
 from vismoe.machine.profile import Profile, disk_of, load_profile
+from vismoe.machine.rates import expert_rates, link_rate
 from vismoe.paging.miss import Rates, Ways
 from vismoe.planning.hierarchy import LOSSLESS_SHARE, PackedRates, record_bytes_of
 from vismoe.planning.needs import Footprint, Hardware
@@ -39,24 +44,36 @@ CPU_CALL_S = 0.8e-3
 # The CPU is asked where it saves at least this share of a layer's time. The rates are not known better than that, and a GPU that
 # waits for the CPU launches piece by piece what it replays as a graph otherwise.
 CPU_SAVES = 0.25
+MEASURED_BYTES = 128 * 2**20  # of experts
 DECODE_BYTES_PER_S = {"portable": 1e9, "avx2": 4e9, "avx512": 8e9}  # of bfloat16, by one thread, from lossless records
 
 
-def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayout], why_no_kernels: str | None) -> Ways | None:
-    """What may be done about misses of experts with these `raw` layouts; None where they wait.
+def ways_for(
+    settings: Settings,
+    device: torch.device,
+    inventory: ExpertInventory,
+    kernels: Sequence[cpu.ExpertKernel] | str,
+    dtype: torch.dtype,
+) -> Ways | None:
+    """What may be done about misses; None where they wait.
 
-    `why_no_kernels`: what keeps ours from computing them. Raises ConfigError for misses='cpu' where that cannot be.
+    `kernels` of the CPU, by geometry, or what keeps ours from computing them. Raises ConfigError for misses='cpu' where that
+    cannot be.
     """
-    why_not = why_no_kernels
+    why_not = kernels if isinstance(kernels, str) else None
     if "hotness" in settings.policy:
         why_not = f"policy={settings.policy!r} keeps every expert on the device, so nothing misses"
     if device.type == "cpu" and settings.emulated_link_bytes_per_s is None:
         why_not = "there is no host memory below the device here: the experts are in RAM or on disk"
     if why_not and settings.misses == "cpu":
         raise ConfigError(f"misses='cpu': {why_not}. Fix: misses='auto' (--misses auto)")
-    if why_not or settings.misses == "wait":
+    if why_not or isinstance(kernels, str) or settings.misses == "wait":
         return None
-    return Ways(settings.misses, tuple(_rates(settings, device, layout) for layout in raw), settings.deterministic)
+    measured = device.type == "cuda" and settings.misses == "auto" and not settings.deterministic
+    rates = [_rates(settings, device, raw) for raw in inventory.raw_layouts]
+    if measured:
+        rates = [_measured(*both, device, dtype) for both in zip(rates, kernels, inventory.layouts, strict=True)]
+    return Ways(settings.misses, tuple(rates), settings.deterministic)
 
 
 def _rates(settings: Settings, device: torch.device, raw: RecordLayout) -> Rates:
@@ -66,6 +83,16 @@ def _rates(settings: Settings, device: torch.device, raw: RecordLayout) -> Rates
     profile = _profile(settings)
     beside = (CPU_CALL_S, CPU_SAVES) if device.type == "cuda" else ()
     return Rates(settings.emulated_link_bytes_per_s or _link_rate(profile, device), _cpu_rate(profile), token_s, *beside)
+
+
+def _measured(rates: Rates, kernel: cpu.ExpertKernel, slab: RecordLayout, device: torch.device, dtype: torch.dtype) -> Rates:
+    """The link's rate and the CPU's, in some tenths of a second; `rates` stay where nothing can be measured."""
+    with contextlib.suppress(TransferError):  # no pages are locked
+        rates = replace(rates, link_bytes_per_s=link_rate(str(device), slab.record_bytes))
+    if not slab.sections:  # packed records, which these kernels get decoded
+        return rates
+    cpu_bytes_per_s, token_s = expert_rates(kernel, slab, dtype, min(MEASURED_BYTES, host_memory()[0] // 8))
+    return replace(rates, cpu_bytes_per_s=cpu_bytes_per_s, cpu_s_per_token=token_s)
 
 
 def upgrade_rates(settings: Settings, device: torch.device) -> Rates:

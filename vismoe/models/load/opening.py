@@ -581,7 +581,7 @@ def _arrange(
             f"policy={settings.policy!r} weighs experts by the router's weights, and this family's experts get tokens that are "
             "weighed already. Fix: policy='hotness' (--policy hotness)"
         )
-    ways = ways_for(settings, device, inventory.raw_layouts, found if isinstance(found, str) else None)
+    ways = ways_for(settings, device, inventory, found, model.dtype)
     policy_bytes = hitters_bytes(model, settings.context) if "importance" in settings.policy else 0
     if "hotness" in settings.policy:
         policy_bytes += profile_bytes([layer.num_experts for layer in inventory.layers])

@@ -178,9 +178,9 @@ class Metrics:
         self._deferred.append(count)
         self._deferred_by = threading.get_ident()
 
-    def settle(self) -> None:
-        """Count what was deferred by this thread."""
-        while self._deferred and self._deferred_by == threading.get_ident():
+    def settle(self, of_all_threads: bool = False) -> None:
+        """Count what was deferred, by this thread or by any. The thread may wait for a device."""
+        while self._deferred and (of_all_threads or self._deferred_by == threading.get_ident()):
             self._deferred.pop(0)()
 
     def snapshot(self) -> Snapshot:

@@ -14,3 +14,23 @@ def on_host(*tensors: torch.Tensor) -> list[np.ndarray]:
     if tensors[0].device.type == "cuda":
         torch.cuda.current_stream(tensors[0].device).synchronize()
     return [tensor.numpy() for tensor in read]
+
+
+class Readback:
+    """Values that the host reads later: they are sent behind what is queued, and what is queued after them need not be over."""
+
+    def __init__(self, like: torch.Tensor):
+        """`like` has the shape, type and device of what is sent."""
+        self._here = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+        self._sent = torch.cuda.Event() if like.is_cuda else None
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._here.copy_(tensor, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def read(self) -> np.ndarray:
+        """What was sent last; the next one overwrites it."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        return self._here.numpy()

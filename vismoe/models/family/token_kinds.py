@@ -10,9 +10,10 @@ PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_
 
 
 def token_kinds(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """uint8 `[B, S]` of TokenKind for a call of a model with this configuration; None if the call has no token ids."""
+    """uint8 `[B, S]` of TokenKind for a call of a model with this configuration; None if it has no token ids, or one for each
+    sequence. That one is text: a visual token never comes alone, and the host would wait for a GPU to say so."""
     ids = kwargs.get("input_ids", args[0] if args else None)
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] == 1:
         return None
     kinds = torch.full(ids.shape, TokenKind.TEXT, dtype=torch.uint8, device=ids.device)
     for name in PLACEHOLDERS:
@@ -20,6 +21,6 @@ def token_kinds(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         if token is not None:
             kinds[ids == token] = TokenKind.VISUAL
     mask = kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and ids.shape[1] > 1:
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         kinds[mask[:, -ids.shape[1] :] == 0] = TokenKind.PAD
     return kinds

@@ -5,7 +5,9 @@
 
 import contextlib
 import gc
+import itertools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,11 +29,13 @@ from vismoe.models.family.caches import CACHE_NAMES
 from vismoe.models.moe.captured_pass import as_captured
 from vismoe.models.moe.experts import PagedLayer
 from vismoe.models.moe.gpu_experts import GpuExperts
+from vismoe.models.moe.step_context import Choices
 from vismoe.paging.lent import Group
 
 logger = logging.getLogger(__name__)
 
 WAITS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.item, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
+TOKENS, NOTED = operator.attrgetter("tokens"), operator.attrgetter("noted")  # of a cache's layers, without a loop in Python
 COPIES = {torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.to}
 
 
@@ -238,8 +242,10 @@ class CapturedDecoder:
         self._there: list[int] | None = None  # what `lengths` holds; None: not known
         self._behind: list[int] = []  # what it will hold behind the next replay
         self._held: list[Any] = []  # weak references to the memory that `places` are about
+        self._noted, self._room = object(), 0  # what layers with that memory carry, and for how many tokens they have memory
         self.output: Any = None
-        self.ids: list[tuple[int, int, torch.Tensor]] = []  # of layers computed within: (layer, experts, ids)
+        self.choices: Choices | None = None  # of layers computed within
+        self._ids: list[tuple[int, int, torch.Tensor]] = []  # (layer, experts, ids)
         self._attended = 0
         self._layers: list[_CapturedLayer] = []
         self._heard: list[tuple[Any, torch.Tensor]] = []
@@ -259,10 +265,12 @@ class CapturedDecoder:
                 self._begin_segment()
                 self.output = forward(**named)
                 self.lengths.add_(1)
+                ids = torch.cat([index.reshape(-1) for _, _, index in self._ids]) if self._ids else None
                 self._end_segment()
             except BaseException:
                 self._graphs.failed(self._open)
                 raise
+        self.choices = Choices(self._ids, ids) if ids is not None else None
         updates = sum(layer.handed is not None for layer in self._layers)
         if updates != self._attended:
             raise UnsupportedModelError(f"{updates - self._attended} of {updates} layers have attention of their own kind")
@@ -302,7 +310,7 @@ class CapturedDecoder:
         self, paged: PagedLayer, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor
     ) -> torch.Tensor:
         if self._resident:
-            self.ids.append((paged.layer, module.num_experts, index))
+            self._ids.append((paged.layer, module.num_experts, index))
             return self._backend.of_residents(paged.layer, hidden, index, factors)
         self._end_segment()
         told = torch.zeros(module.num_experts, dtype=torch.int64, pin_memory=hidden.is_cuda)
@@ -323,6 +331,12 @@ class CapturedDecoder:
             value.shape == self.inputs[name].shape and value.dtype == self.inputs[name].dtype for name, value in tensors.items()
         )
 
+    def is_placed(self, cache: Any) -> bool:
+        """Whether the next pass adds its token to this cache as things are: it is the one of the pass before, with room."""
+        if self._there is None or list(map(TOKENS, cache.layers)) != self._there or max(self._there) >= self._room:
+            return False
+        return all(map(operator.is_, map(NOTED, cache.layers), itertools.repeat(self._noted)))
+
     def place(self, cache: Any, before: int = 0) -> None:
         """The next pass adds its token to this cache, or `before`: writes the last one again."""
         held = [layer.place(-before) for layer in cache.layers]
@@ -330,24 +344,37 @@ class CapturedDecoder:
         if len(memory) != len(self._held) or any(one is not held() for one, held in zip(memory, self._held)):
             rows = [(k.data_ptr(), v.data_ptr(), k.stride(1), v.stride(1)) for k, v, _ in held]
             self.places.copy_(upload([np.array(rows, dtype=np.int64)], self.places.device)[0])
-            self._held = list(map(weakref.ref, memory))
+            self._held, self._noted = list(map(weakref.ref, memory)), object()
+            self._room = min(self.most_tokens, *(part.shape[2] for part in memory))
+        for layer in cache.layers:
+            layer.noted = self._noted
         lengths = [tokens - 1 for _, _, tokens in held]
         if lengths != self._there:
             self.lengths.copy_(upload([np.array(lengths, dtype=np.int64)], self.lengths.device)[0])
-        self._there, self._behind = None, [tokens + 1 for tokens in lengths]
+        self._there = lengths
 
-    def replay(self, given: Mapping[str, Any], experts: Callable[[ExpertsCall], None] = ExpertsCall.compute) -> torch.Tensor:
-        """The decoder's output, in memory that the next pass overwrites. `experts` computes what lies between two graphs."""
+    def replay(
+        self,
+        given: Mapping[str, Any],
+        experts: Callable[[ExpertsCall], None] = ExpertsCall.compute,
+        is_sound: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Leave the decoder's output in `hidden`, which the next pass overwrites. `experts` computes what lies between two
+        graphs. False: the first one was queued, and then the host found that what was captured is not sound."""
+        assert self._there is not None, "the cache is placed"
+        self._behind, self._there = [tokens + 1 for tokens in self._there], None
         for name, tensor in self.inputs.items():
             tensor.copy_(given[name])
-        for segment in self.segments:
+        for number, segment in enumerate(self.segments):
             segment.graph.replay()
+            if number == 0 and not is_sound():
+                return False
             for hook, residual in segment.heard:
                 hook.look(residual)
             if segment.call is not None:
                 experts(segment.call)
         self._there = self._behind
-        return self.hidden
+        return True
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -366,8 +393,8 @@ class CapturedDecoder:
             call.out.copy_(out)
 
         try:
-            replayed = self.replay(self.inputs, compared)
-            why_not = None if torch.equal(replayed, output.last_hidden_state) else "its output has other bits"
+            self.replay(self.inputs, compared)
+            why_not = None if torch.equal(self.hidden, output.last_hidden_state) else "its output has other bits"
         except UnsupportedModelError as error:
             why_not = str(error)
         for part, before in zip(self._newest(), newest) if why_not else ():

@@ -35,11 +35,13 @@ from vismoe.models.moe.own_forward import give_forward
 from vismoe.models.moe.step_context import StepContext
 from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.models.visual.prune import Narrowing
+from vismoe.pools.readback import Readback
 from vismoe.types import Phase, stack_of
 
 logger = logging.getLogger(__name__)
 
 WARM_PASSES = 3  # before one is captured: by then every program is compiled, and short answers pay nothing
+MASK = "attention_mask"
 POSITIONS = ("position_ids", "cache_position")  # inputs that change from pass to pass, beside the token
 OURS = (gate.Capture, Narrowing)  # hooks that are asked again, or do nothing in passes that are captured
 
@@ -55,6 +57,8 @@ class DecodeGraphs:
         self._hooks: list[Any] = []  # of the modules that were captured, and how many there were
         self._listening: list[int] = []
         self._parts: Things | None = None
+        self._hides_nothing = Readback(torch.ones((), dtype=torch.bool, device=context.device))  # a mask
+        self._memory: list[torch.Tensor] = []  # of what was captured: graphs read it, wherever its tensors have gone since
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The decoder's output for the pass under way; None: its modules shall compute it."""
@@ -68,19 +72,20 @@ class DecodeGraphs:
         given = _inputs(module, kwargs) if self._passes >= 0 else None
         if given is None:
             return None
+        mask = given.pop(MASK, None)
         if self._captured is None:
+            if mask is not None and not bool(mask.all()):
+                return None
             self._passes += 1
             return self._first(module, kwargs, given, cache) if self._passes > WARM_PASSES else None
-        if self._is_heard() or not self._captured.takes(given) or not _makes_room(cache, self._captured.most_tokens):
+        if not self._captured.takes(given) or not (self._captured.is_placed(cache) or self._can_place(cache)):
             return None
-        if not self._is_as_captured():
-            self.drop()
-            return None
-        return self._replayed(self._captured, given, cache)
+        return self._replayed(self._captured, given, cache, mask)
 
     def drop(self) -> None:
         """Forget what was captured: other experts will serve."""
         self._captured, self._of, self._passes = None, None, 0
+        self._parts, self._memory = None, []
 
     def _fits(self, step: Any, cache: Any) -> bool:
         plain = not (step.beside or step.padded or step.fewer or step.drafts or step.kept is not None)
@@ -102,12 +107,30 @@ class DecodeGraphs:
         assert self._parts is not None
         return self._parts.stay_in_place()
 
+    def _can_place(self, cache: Any) -> bool:
+        assert self._captured is not None
+        room = _makes_room(cache, self._captured.most_tokens)
+        if room:
+            self._captured.place(cache)
+        return room
+
+    def _is_sound(self) -> bool:
+        """Whether the pass is the one that was captured. The host looks while the device computes, and before anything but keys
+        and values behind the cache's was written: for large models looking takes as long as a layer or two."""
+        if not self._is_as_captured():
+            if self._context.device.type == "cuda":
+                torch.cuda.current_stream(self._context.device).synchronize()  # nothing is freed under a graph
+            self.drop()
+            return False
+        return not self._is_heard()
+
     def _remember(self, modules: list[nn.Module]) -> None:
         """What `_is_heard` and `_is_as_captured` compare."""
         self._listening = list(map(len, self._hooks))
         held = [(part, name) for m in modules for part in (m._parameters, m._buffers, m._modules) for name in part]
         held += [(m.__dict__, "forward") for m in modules]
         self._parts = Things([part for part, _ in held], [name for _, name in held])
+        self._memory = [tensor.detach() for tensor in self._parts.tensors]
 
     def _first(self, module: Any, kwargs: dict[str, Any], given: dict[str, Any], cache: Any) -> Any:
         """An ordinary pass; then the same is captured, and compared with it: what the decoder does with token ids beside looking
@@ -158,13 +181,14 @@ class DecodeGraphs:
         self._about(f"no CUDA graph: {why_not}")
         logger.info("decode passes are not replayed as CUDA graphs: %s", why_not)
 
-    def _replayed(self, captured: CapturedDecoder, given: dict[str, Any], cache: Any) -> Any:
-        resident = self._context.step.resident
-        captured.place(cache)
-        captured.replay(given)
-        for layer, experts, index in captured.ids:
-            assert resident is not None, "all experts were resident for good"
-            resident.computed(layer, experts, index, 0.0)
+    def _replayed(self, captured: CapturedDecoder, given: dict[str, Any], cache: Any, mask: torch.Tensor | None) -> Any:
+        if mask is not None:
+            self._hides_nothing.send(mask.all())
+        if not captured.replay(given, is_sound=lambda: self._is_sound() and (mask is None or bool(self._hides_nothing.read()))):
+            return None
+        if captured.choices is not None:
+            assert self._context.step.resident is not None, "all experts were resident for good"
+            self._context.step.resident.replayed(captured.choices)
         for layer in cache.layers:
             layer.one_more()
         return captured.give_back(cache)
@@ -194,20 +218,20 @@ def _forward(reference: Any, graphs: DecodeGraphs, *args: Any, **kwargs: Any) ->
 
 
 def _inputs(module: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a pass as they are captured, without a mask, which hides nothing, and with the token's embedding; None for
-    a pass with more."""
+    """The arguments of a pass as they are captured, with the token's embedding, and a mask `[1, S]` beside them, which must hide
+    nothing; None for a pass with more."""
     given = dict(kwargs)
-    mask, ids, positions = given.pop("attention_mask", None), given.pop("input_ids", None), given.get("position_ids")
+    mask, ids, positions = given.get(MASK), given.pop("input_ids", None), given.get("position_ids")
     if not isinstance(positions, torch.Tensor) or given.get("return_dict") is False:
         return None
-    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2 and bool(mask.all())):
-        return None  # reading it back costs little: the token before was read just now
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        return None
     if given.get("inputs_embeds") is None:
         embed = _embeddings(module)
         if ids is None or embed is None:
             return None
         given["inputs_embeds"] = embed(ids)
-    known = {"inputs_embeds", *POSITIONS, *CACHE_NAMES}
+    known = {"inputs_embeds", MASK, *POSITIONS, *CACHE_NAMES}
     plain = all(name in known or value is None or value is False or name == "use_cache" for name, value in given.items())
     return given if plain else None
 

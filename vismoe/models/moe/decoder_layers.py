@@ -248,8 +248,8 @@ class Things:
     def __init__(self, held: Sequence[Any], names: Sequence[str]):
         self._held, self._names = held, names
         self.there = list(self.now())
-        self._tensors = [thing for thing in self.there if isinstance(thing, torch.Tensor)]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self.tensors = [thing for thing in self.there if isinstance(thing, torch.Tensor)]
+        self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
 
     def now(self) -> Iterator[Any]:
         return map(dict.get, self._held, self._names)
@@ -259,7 +259,7 @@ class Things:
 
     def stay_in_place(self) -> bool:
         """Whether tensors also lie where they did: a model that is moved keeps its parameters."""
-        return self.stay() and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+        return self.stay() and list(map(torch.Tensor.data_ptr, self.tensors)) == self._addresses
 
 
 def _same_forward(now: Any, forward: Any) -> bool:

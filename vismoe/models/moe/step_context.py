@@ -6,7 +6,7 @@ One forward pass runs at a time. B sequences of S new tokens each are T = B * S 
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ from vismoe.paging.pager import Pager
 from vismoe.planning.needs import mask_bytes
 from vismoe.planning.plan import Plan
 from vismoe.planning.sizes import size_up
-from vismoe.pools.readback import on_host
+from vismoe.pools.readback import Readback, on_host
 from vismoe.types import Evidence, Phase, TokenKind, stack_of
 
 SHORT_STEP_TOKENS = 8  # new tokens on top of a KV cache that still count as decode: drafts being verified, not a prompt
@@ -80,6 +80,19 @@ class Step:
     beside: bool = False  # it is of a layer beside the model's own, of which no lookahead and no recorder hears
 
 
+class Choices(Readback):
+    """Which experts the layers of a captured pass chose, sent when the pass is queued."""
+
+    def __init__(self, of_layers: Sequence[tuple[int, int, torch.Tensor]], ids: torch.Tensor):
+        """of_layers: (MoE layer, its number of experts, its choices); ids: those of all, one after another, in memory that every
+        pass writes."""
+        super().__init__(ids)
+        self.ids = ids
+        layers, experts, counts = zip(*((layer, experts, index.numel()) for layer, experts, index in of_layers), strict=True)
+        self.layers, self.experts = np.array(layers), np.array(experts)
+        self.rows = np.repeat(np.arange(len(layers)), counts)
+
+
 class ResidentPass:
     """Counts what a pass without the pager demanded, when the device has computed it. All of it would have been hits.
 
@@ -95,17 +108,27 @@ class ResidentPass:
         self._metrics.add("compute_seconds", self._phase, layer, seconds)
         self._computed.append((layer, experts, index.reshape(-1)))
         if len(self._computed) == 1:
+            self._metrics.settle(of_all_threads=True)
             self._metrics.defer(self._count)
+
+    def replayed(self, choices: Choices) -> None:
+        """All layers are queued. Those of the pass before are counted while the device computes."""
+        self._metrics.settle(of_all_threads=True)
+        choices.send(choices.ids)
+        self._metrics.defer(lambda: self._count_hits(choices.read(), choices.layers, choices.experts, choices.rows))
 
     def _count(self) -> None:
         (ids,) = on_host(torch.cat([index for _, _, index in self._computed]))
         layers, experts = (np.array(numbers) for numbers in list(zip(*self._computed, strict=True))[:2])
-        row = np.repeat(np.arange(len(layers)), [len(index) for _, _, index in self._computed])
-        real = (ids >= 0) & (ids < experts[row])
-        demanded = np.zeros((len(layers), self._metrics.demanded.shape[1]), dtype=bool)
-        demanded[row[real], ids[real]] = True
-        self._metrics.count_hits(self._phase, layers, demanded)
+        self._count_hits(ids, layers, experts, np.repeat(np.arange(len(layers)), [len(index) for _, _, index in self._computed]))
         self._computed.clear()
+
+    def _count_hits(self, ids: np.ndarray, layers: np.ndarray, experts: np.ndarray, rows: np.ndarray) -> None:
+        """Choice i was made in row `rows[i]` of the layers, which have so many experts."""
+        real = (ids >= 0) & (ids < experts[rows])
+        demanded = np.zeros((len(layers), self._metrics.demanded.shape[1]), dtype=bool)
+        demanded[rows[real], ids[real]] = True
+        self._metrics.count_hits(self._phase, layers, demanded)
 
 
 @dataclass(frozen=True)
@@ -220,7 +243,6 @@ class StepContext:
         """A pass over so many tokens begins, of a layer that hangs beside the model's own (family/mtp.py)."""
         phase = Phase.DRAFT if tokens <= SHORT_STEP_TOKENS else Phase.ENCODE
         serving = self.serving
-        serving.pager.metrics.settle()
         serving.pager.begin_step(phase, tokens=tokens)
         short = self._short if phase is Phase.DRAFT else None
         self.begin(Step(phase, 1, tokens, threading.get_ident(), short=short, beside=True))
@@ -300,7 +322,6 @@ class StepContext:
         if serving.chooser is not None:
             real = kinds != TokenKind.PAD if kinds is not None and padded else None
             serving.chooser.begin_step(serving.pager, decoding, batch * new, real)
-        serving.pager.metrics.settle()
         serving.pager.begin_step(phase, new_sequence=past == 0, tokens=batch * new)
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
         plain = decoding and not padded and not fewer and self.recorder is None

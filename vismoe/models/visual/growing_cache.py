@@ -22,6 +22,9 @@ def _settled(name: str) -> Any:
     def put(layer: "GrowingLayer", states: Any) -> None:
         layer._settle()
         layer.__dict__[name] = states
+        layer.noted = None
+        if name == "_keys":
+            layer.tokens = 0 if states is None or states.ndim < 4 else states.shape[2]
 
     return property(get, put)
 
@@ -30,13 +33,14 @@ class GrowingLayer(DynamicLayer):
     """Keys and values `[B, heads, S, D]`, views of `[B, heads, room, D]`.
 
     `room`: tokens that it may ever hold, None: no more than it has, and growing copies. A copy (`copy.copy`) shares what is there
-    and gets memory of its own when it grows.
+    and gets memory of its own when it grows. `noted`: set by whoever has noted where its memory is; None since that changed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.room: int | None = None
+        self.noted: object | None = None
+        self.tokens = 0  # those behind `_keys` are in `_held`: views are made when they are asked for
         self._held: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values with room
-        self._behind = 0  # tokens behind `_keys` that are in `_held`: views are made when they are asked for
         self._keys: Any = None  # None before the first update
         self._values: Any = None
         super().__init__(*args, **kwargs)
@@ -44,16 +48,14 @@ class GrowingLayer(DynamicLayer):
     keys, values = _settled("_keys"), _settled("_values")
 
     def _settle(self) -> None:
-        if self._behind and self._held is not None:
-            tokens = self._keys.shape[2] + self._behind
-            self._keys, self._values = (held.narrow(2, 0, tokens) for held in self._held)
-            self._behind = 0
+        if self.tokens and self._held is not None and self.tokens > self._keys.shape[2]:
+            self._keys, self._values = (held.narrow(2, 0, self.tokens) for held in self._held)
 
     def __copy__(self) -> "GrowingLayer":
         self._settle()
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._held = None
+        other._held = other.noted = None
         return other
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +73,7 @@ class GrowingLayer(DynamicLayer):
         if self._held is None or self._keys is None:
             return False
         (keys, values), shape = self._held, self._keys.shape
-        fits = shape[0] == 1 and shape[2] + self._behind + tokens <= keys.shape[2]
+        fits = shape[0] == 1 and self.tokens + tokens <= keys.shape[2]
         return fits and self._keys.data_ptr() == keys.data_ptr() and self._values.data_ptr() == values.data_ptr()
 
     def make_room(self, tokens: int) -> bool:
@@ -90,15 +92,15 @@ class GrowingLayer(DynamicLayer):
         """(memory of the keys and of the values, `[1, heads, room, D]`, the tokens in it) with one more, or `later` more than
         that, which the caller writes as the last one and then counts by `one_more`."""
         assert self._held is not None
-        return *self._held, self._keys.shape[2] + self._behind + 1 + later
+        return *self._held, self.tokens + 1 + later
 
     def one_more(self) -> None:
         """The token behind the last one has been written."""
-        self._behind += 1
+        self.tokens += 1
 
     def reset(self) -> None:
         super().reset()
-        self._held, self._behind = None, 0
+        self._held = self.noted = None
 
 
 def _grown(

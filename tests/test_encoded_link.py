@@ -76,15 +76,16 @@ def test_records_are_decoded_in_host_memory_where_the_gpu_cannot_and_the_plan_sa
 
 def test_both_ways_of_a_miss_are_measured_beside_a_gpu_unless_choices_follow_from_bytes_alone(checkpoint, cuda, monkeypatch):
     """What the CPU takes is measured by its kernels; where the system locks no pages the link's rate stays nominal."""
+    monkeypatch.setattr(host_rates, "link_rate", lambda device, request_bytes: 1e6)
     monkeypatch.setattr(host_rates, "expert_rates", lambda kernel, slab, dtype, nbytes: (3e9, 5e-6))
 
     def rates(**settings):
         found = opened(checkpoint, **settings)
         found.close()
-        return found.experts.ways.rates[0]
+        return found.experts.ways and found.experts.ways.rates[0]
 
     measured = rates()
-    assert (measured.link_bytes_per_s, measured.cpu_bytes_per_s, measured.cpu_s_per_token) == (5e10, 3e9, 5e-6)
+    assert (measured.link_bytes_per_s, measured.cpu_bytes_per_s, measured.cpu_s_per_token) == (1e6, 3e9, 5e-6)
     assert measured.cpu_call_s > 0 < measured.cpu_saves
     nominal = rates(deterministic=True)
     assert nominal == rates(misses="cpu") and nominal.link_bytes_per_s == NOMINAL_LINK_BYTES_PER_S
@@ -93,7 +94,14 @@ def test_both_ways_of_a_miss_are_measured_beside_a_gpu_unless_choices_follow_fro
         raise TransferError("no pages are locked. Fix: ulimit -l unlimited")
 
     monkeypatch.setattr(host_rates, "link_rate", refused)
-    assert rates() == dataclasses.replace(measured, link_bytes_per_s=NOMINAL_LINK_BYTES_PER_S)
+    monkeypatch.setattr(host_rates, "expert_rates", lambda kernel, slab, dtype, nbytes: (1e15, 1e-15))
+    monkeypatch.setattr(host_rates, "CPU_CALL_S", 0.0)
+    assert rates().link_bytes_per_s == NOMINAL_LINK_BYTES_PER_S
+    monkeypatch.setattr(host_rates, "expert_rates", lambda kernel, slab, dtype, nbytes: (1e10, 5e-6))
+    assert rates() is None, "copies are sooner than the CPU: misses wait"
+    found = opened(checkpoint)
+    assert found.experts.misses == "wait (measured: the link brings experts at 25.0 GB/s, the CPU computes them at 10.0 GB/s)"
+    found.close()
 
 
 def test_settings_say_whether_records_stay_encoded(checkpoint, cuda):

@@ -20,8 +20,8 @@ from vismoe.kernels.lossless import available as lossless_isas
 from vismoe.machine.choices import format_rate, read_bytes_per_s
 from vismoe.machine.hardware import cores, host_memory
 from vismoe.machine.profile import Profile, disk_of, load_profile
-from vismoe.machine.rates import expert_rates, link_rate
-from vismoe.paging.miss import Rates, Ways
+from vismoe.machine.rates import TOKENS, expert_rates, link_rate
+from vismoe.paging.miss import Miss, Rates, Way, Ways
 from vismoe.planning.hierarchy import LOSSLESS_SHARE, PackedRates, record_bytes_of
 from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.throughput import (
@@ -34,16 +34,15 @@ from vismoe.planning.throughput import (
     MachineRates,
 )
 from vismoe.store.expert_store import Reads
-from vismoe.types import ExpertInventory, RecordLayout
+from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
 # Of one thread with 32 tokens in an expert, as measured on Zen 5 (docs/benchmark.md).
 FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9, "amx": 225e9}
-# A layer's way from a GPU to the CPU kernels and back, beside their reading: two readbacks, a copy, and launches that wait for
-# it (docs/gpu.md).
-CPU_CALL_S = 0.8e-3
-# The CPU is asked where it saves at least this share of a layer's time. The rates are not known better than that, and a GPU that
-# waits for the CPU launches piece by piece what it replays as a graph otherwise.
-CPU_SAVES = 0.25
+# A layer's way from a GPU to the CPU kernels and back, beside their reading: two readbacks, a copy, and launches one by one of
+# what a graph replays otherwise (docs/gpu.md).
+CPU_CALL_S = 1.4e-3
+# The CPU is asked where it saves at least this share of a layer's time: the rates are measured with nothing beside them.
+CPU_SAVES = 0.4
 MEASURED_BYTES = 128 * 2**20  # of experts
 DECODE_BYTES_PER_S = {"portable": 1e9, "avx2": 4e9, "avx512": 8e9}  # of bfloat16, by one thread, from lossless records
 
@@ -54,8 +53,9 @@ def ways_for(
     inventory: ExpertInventory,
     kernels: Sequence[cpu.ExpertKernel] | str,
     dtype: torch.dtype,
-) -> Ways | None:
-    """What may be done about misses; None where they wait.
+) -> tuple[Ways | None, str]:
+    """(What may be done about misses, None: they wait; the same for people.) They wait as well where the CPU was measured and
+    would compute none, neither of a token nor of a prompt: nothing has to be decided then, and prompts may stream.
 
     `kernels` of the CPU, by geometry, or what keeps ours from computing them. Raises ConfigError for misses='cpu' where that
     cannot be.
@@ -68,12 +68,24 @@ def ways_for(
     if why_not and settings.misses == "cpu":
         raise ConfigError(f"misses='cpu': {why_not}. Fix: misses='auto' (--misses auto)")
     if why_not or isinstance(kernels, str) or settings.misses == "wait":
-        return None
+        return None, "wait"
     measured = device.type == "cuda" and settings.misses == "auto" and not settings.deterministic
     rates = [_rates(settings, device, raw) for raw in inventory.raw_layouts]
     if measured:
         rates = [_measured(*both, device, dtype) for both in zip(rates, kernels, inventory.layouts, strict=True)]
-    return Ways(settings.misses, tuple(rates), settings.deterministic)
+    ways = Ways(settings.misses, tuple(rates), settings.deterministic)
+    link, by_cpu = (format_rate(rate) for rate in (rates[0].link_bytes_per_s, rates[0].cpu_bytes_per_s))
+    about = f"{'measured' if measured else 'assumed'}: the link brings experts at {link}, the CPU computes them at {by_cpu}"
+    if measured and not any(_is_asked(ways, layer, inventory.layouts[layer.geometry]) for layer in inventory.layers):
+        return None, f"wait ({about})"
+    return ways, f"{settings.misses} ({about})"
+
+
+def _is_asked(ways: Ways, layer: MoELayer, slab: RecordLayout) -> bool:
+    """Whether the CPU gets any of a token's misses in this layer, or of a prompt's."""
+    most = {1: layer.top_k, TOKENS: layer.num_experts}
+    misses = ([Miss(slab.record_bytes, tokens)] * count for tokens, top in most.items() for count in range(1, top + 1))
+    return any(Way.CPU in ways.choose(layer.geometry, some, 0.0) for some in misses)
 
 
 def _rates(settings: Settings, device: torch.device, raw: RecordLayout) -> Rates:

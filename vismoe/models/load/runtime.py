@@ -256,11 +256,16 @@ def _service(
     configuration.limit_gpu()
     mover, inventory = _mover(configuration, tiers if tiers is not None else []), experts.inventory
     ways = experts.ways
+    about = {
+        "kernels": experts.backend,
+        "mover": type(mover).__name__,
+        "reads": "; ".join(plan.reading),
+        "misses": experts.misses,
+    }
     records = (plan.host_slabs, plan.low_host_slabs)[: len(configuration.stores.by_precision)]
     if ways is not None and ways.deterministic and min(map(sum, records)) < plan.total_experts:
-        ways = None  # what lies in host memory depends on when it was read
-    about = {"kernels": experts.backend, "mover": type(mover).__name__, "reads": "; ".join(plan.reading)}
-    about["misses"] = f"{settings.misses}: {ways.rates[0]}" if ways is not None else "wait"
+        ways = None
+        about["misses"] = "wait (what lies in host memory depends on when it was read)"
     policy = Policy.of(settings) if settings.pair is not None else None
     upgrades = None
     if policy is not None:

@@ -270,7 +270,7 @@ def test_jobs_differ_only_where_programs_do(tiny, tmp_path):
     options = OPTIONS | {"folder": str(tmp_path)}
     job = contest.job_of(contest.ours(options, 25.0, "int4"), tiny, options)
     assert job.settings["context"] == 24 + contest.NEW_TOKENS and job.settings["store"].endswith(".store")
-    assert job.first_tokens == (8,) and len(job.token_ids) == 24 and job.files == ()
+    assert job.first_tokens == (8, 8) and len(job.token_ids) == 24 and job.files == ()
     theirs = contest.job_of(contest.CheckEntrant("accelerate", (8,), "accelerate", new_tokens=4), tiny, options)
     assert theirs.settings == {} and theirs.offload_folder.startswith(str(tmp_path)) and theirs.new_tokens == 4
     assert 0 < theirs.held_bytes < tiny.weights_bytes and theirs.token_ids == job.token_ids[:8]

@@ -210,7 +210,7 @@ def expert_rates(kernel: ExpertKernel, slab: RecordLayout, dtype: torch.dtype, n
         pairs = EXPERTS_AT_ONCE * tokens
         starts = np.arange(0, pairs + 1, tokens, dtype=np.int32)
         chosen, factors = np.tile(np.arange(tokens, dtype=np.int32), EXPERTS_AT_ONCE), np.ones(pairs, np.float32)
-        out = torch.empty(pairs, kernel.hidden)
+        out = torch.empty(pairs, kernel.hidden, dtype=torch.float32)  # the default type is the model's while that is loaded
         for first in [0, *range(0, count, EXPERTS_AT_ONCE)]:  # the first call makes the workspace
             began_s = time.perf_counter()
             kernel.parts(records[first : first + EXPERTS_AT_ONCE], starts, chosen, factors, hidden, out)

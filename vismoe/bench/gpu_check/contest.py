@@ -166,7 +166,7 @@ def job_of(entrant: CheckEntrant, subject: Subject, options: Mapping[str, Any]) 
         settings=settings if entrant.way == OURS else {},
         picture=entrant.picture,
         offload_folder=str(Path(options["folder"]) / f"offload-{os.getpid()}") if entrant.way == "accelerate" else None,
-        first_tokens=entrant.prompts[1:],
+        first_tokens=entrant.prompts[1:] * 2,  # the first one of a length compiles and loads programs
     )
 
 

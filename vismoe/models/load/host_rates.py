@@ -43,7 +43,7 @@ FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9
 CPU_CALL_S = 1.4e-3
 # The CPU is asked where it saves at least this share of a layer's time: the rates are measured with nothing beside them.
 CPU_SAVES = 0.4
-MEASURED_BYTES = 128 * 2**20  # of experts
+MEASURED_BYTES = 512 * 2**20  # of experts, more than caches hold
 DECODE_BYTES_PER_S = {"portable": 1e9, "avx2": 4e9, "avx512": 8e9}  # of bfloat16, by one thread, from lossless records
 
 

@@ -45,7 +45,6 @@ def cuda(monkeypatch) -> SimulatedCuda:
     monkeypatch.setattr(gpu, "missing", lambda device, dtype: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(host_rates, "link_rate", lambda device, request_bytes: 5e10)
     cuda.install(monkeypatch)
     return cuda
 
@@ -75,20 +74,26 @@ def test_records_are_decoded_in_host_memory_where_the_gpu_cannot_and_the_plan_sa
 
 
 def test_both_ways_of_a_miss_are_measured_beside_a_gpu_unless_choices_follow_from_bytes_alone(checkpoint, cuda, monkeypatch):
-    """What the CPU takes is measured by its kernels; where the system locks no pages the link's rate stays nominal."""
+    """When a model serves, not when it is planned. Where the system locks no pages the link's rate stays nominal."""
     monkeypatch.setattr(host_rates, "link_rate", lambda device, request_bytes: 1e6)
     monkeypatch.setattr(host_rates, "expert_rates", lambda kernel, slab, dtype, nbytes: (3e9, 5e-6))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
-    def rates(**settings):
+    def here(**settings):
         found = opened(checkpoint, **settings)
+        experts = found.experts
         found.close()
-        return found.experts.ways and found.experts.ways.rates[0]
+        assert experts.ways is None or experts.ways.rates[0].link_bytes_per_s == NOMINAL_LINK_BYTES_PER_S
+        return host_rates.ways_here(experts.ways, experts.inventory, experts.host_kernels, DEVICE, torch.bfloat16)
 
-    measured = rates()
+    ways, about = here()
+    measured = ways.rates[0]
     assert (measured.link_bytes_per_s, measured.cpu_bytes_per_s, measured.cpu_s_per_token) == (1e6, 3e9, 5e-6)
-    assert measured.cpu_call_s > 0 < measured.cpu_saves
-    nominal = rates(deterministic=True)
-    assert nominal == rates(misses="cpu") and nominal.link_bytes_per_s == NOMINAL_LINK_BYTES_PER_S
+    assert measured.cpu_call_s > 0 < measured.cpu_saves and about.startswith("auto (measured: the link brings experts at ")
+    nominal, _ = here(deterministic=True)
+    by_cpu, _ = here(misses="cpu")
+    assert nominal.rates == by_cpu.rates and nominal.rates[0].link_bytes_per_s == NOMINAL_LINK_BYTES_PER_S
+    assert here(misses="wait") == (None, "wait")
 
     def refused(device, request_bytes):
         raise TransferError("no pages are locked. Fix: ulimit -l unlimited")
@@ -96,12 +101,10 @@ def test_both_ways_of_a_miss_are_measured_beside_a_gpu_unless_choices_follow_fro
     monkeypatch.setattr(host_rates, "link_rate", refused)
     monkeypatch.setattr(host_rates, "expert_rates", lambda kernel, slab, dtype, nbytes: (1e15, 1e-15))
     monkeypatch.setattr(host_rates, "CPU_CALL_S", 0.0)
-    assert rates().link_bytes_per_s == NOMINAL_LINK_BYTES_PER_S
+    assert here()[0].rates[0].link_bytes_per_s == NOMINAL_LINK_BYTES_PER_S
     monkeypatch.setattr(host_rates, "expert_rates", lambda kernel, slab, dtype, nbytes: (1e10, 5e-6))
-    assert rates() is None, "copies are sooner than the CPU: misses wait"
-    found = opened(checkpoint)
-    assert found.experts.misses == "wait (measured: the link brings experts at 25.0 GB/s, the CPU computes them at 10.0 GB/s)"
-    found.close()
+    copies_are_sooner = "wait (measured: the link brings experts at 25.0 GB/s, the CPU computes them at 10.0 GB/s)"
+    assert here() == (None, copies_are_sooner)
 
 
 def test_settings_say_whether_records_stay_encoded(checkpoint, cuda):

@@ -1,7 +1,7 @@
 """At which rates misses and passes are weighed, and whether misses can be computed below the device, in host memory.
 
 The rates are the link's and host memory's, as `vismoe doctor` measured them, or nominal ones without that. Beside a GPU both
-ways of a miss are measured when the model is loaded: nominal rates were wrong by six times (docs/gpu.md), and what the CPU
+ways of a miss are measured when a model begins to serve: nominal rates were wrong by six times (docs/gpu.md), and what the CPU
 computes rounds otherwise than the GPU. `deterministic` takes the nominal ones always: a choice then depends on bytes and tokens
 alone.
 """
@@ -47,38 +47,46 @@ MEASURED_BYTES = 512 * 2**20  # of experts, more than caches hold
 DECODE_BYTES_PER_S = {"portable": 1e9, "avx2": 4e9, "avx512": 8e9}  # of bfloat16, by one thread, from lossless records
 
 
-def ways_for(
-    settings: Settings,
-    device: torch.device,
-    inventory: ExpertInventory,
-    kernels: Sequence[cpu.ExpertKernel] | str,
-    dtype: torch.dtype,
-) -> tuple[Ways | None, str]:
-    """(What may be done about misses, None: they wait; the same for people.) They wait as well where the CPU was measured and
-    would compute none, neither of a token nor of a prompt: nothing has to be decided then, and prompts may stream.
+def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayout], why_no_kernels: str | None) -> Ways | None:
+    """What may be done about misses of experts with these `raw` layouts, by rates that were not measured here; None where they
+    wait.
 
-    `kernels` of the CPU, by geometry, or what keeps ours from computing them. Raises ConfigError for misses='cpu' where that
-    cannot be.
+    `why_no_kernels`: what keeps ours from computing them. Raises ConfigError for misses='cpu' where that cannot be.
     """
-    why_not = kernels if isinstance(kernels, str) else None
+    why_not = why_no_kernels
     if "hotness" in settings.policy:
         why_not = f"policy={settings.policy!r} keeps every expert on the device, so nothing misses"
     if device.type == "cpu" and settings.emulated_link_bytes_per_s is None:
         why_not = "there is no host memory below the device here: the experts are in RAM or on disk"
     if why_not and settings.misses == "cpu":
         raise ConfigError(f"misses='cpu': {why_not}. Fix: misses='auto' (--misses auto)")
-    if why_not or isinstance(kernels, str) or settings.misses == "wait":
+    if why_not or settings.misses == "wait":
+        return None
+    return Ways(settings.misses, tuple(_rates(settings, device, layout) for layout in raw), settings.deterministic)
+
+
+def ways_here(
+    ways: Ways | None,
+    inventory: ExpertInventory,
+    kernels: Sequence[cpu.ExpertKernel] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Ways | None, str]:
+    """(What is done about misses when a model serves, None: they wait; the same for people.) Where there is a choice beside a
+    GPU, both ways are measured. If the CPU would compute none of a token's misses and none of a prompt's, they wait: nothing has
+    to be decided then while the link rests, and prompts may stream."""
+    if ways is None:
         return None, "wait"
-    measured = device.type == "cuda" and settings.misses == "auto" and not settings.deterministic
-    rates = [_rates(settings, device, raw) for raw in inventory.raw_layouts]
+    measured = device.type == "cuda" and kernels is not None and ways.policy == "auto" and not ways.deterministic
     if measured:
-        rates = [_measured(*both, device, dtype) for both in zip(rates, kernels, inventory.layouts, strict=True)]
-    ways = Ways(settings.misses, tuple(rates), settings.deterministic)
-    link, by_cpu = (format_rate(rate) for rate in (rates[0].link_bytes_per_s, rates[0].cpu_bytes_per_s))
-    about = f"{'measured' if measured else 'assumed'}: the link brings experts at {link}, the CPU computes them at {by_cpu}"
+        assert kernels is not None
+        each = zip(ways.rates, kernels, inventory.layouts, strict=True)
+        ways = replace(ways, rates=tuple(_measured(*of_geometry, device, dtype) for of_geometry in each))
+    link, by_cpu = (format_rate(rate) for rate in (ways.rates[0].link_bytes_per_s, ways.rates[0].cpu_bytes_per_s))
+    about = f"{'measured: ' if measured else ''}the link brings experts at {link}, the CPU computes them at {by_cpu}"
     if measured and not any(_is_asked(ways, layer, inventory.layouts[layer.geometry]) for layer in inventory.layers):
         return None, f"wait ({about})"
-    return ways, f"{settings.misses} ({about})"
+    return ways, f"{ways.policy} ({about})"
 
 
 def _is_asked(ways: Ways, layer: MoELayer, slab: RecordLayout) -> bool:
@@ -101,6 +109,7 @@ def _measured(rates: Rates, kernel: cpu.ExpertKernel, slab: RecordLayout, device
     """The link's rate and the CPU's, in some tenths of a second; `rates` stay where nothing can be measured."""
     with contextlib.suppress(TransferError):  # no pages are locked
         rates = replace(rates, link_bytes_per_s=link_rate(str(device), slab.record_bytes))
+        torch.cuda.empty_cache()
     if not slab.sections:  # packed records, which these kernels get decoded
         return rates
     cpu_bytes_per_s, token_s = expert_rates(kernel, slab, dtype, min(MEASURED_BYTES, host_memory()[0] // 8))

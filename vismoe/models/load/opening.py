@@ -69,8 +69,7 @@ class Experts:
     kernels: tuple[cpu.ExpertKernel, ...] | None  # per geometry, for experts of all formats; without any, torch computes
     gpu_kernels: tuple[tuple[gpu.GpuKernel, ...], ...] | None  # per geometry, by precision
     host_kernels: tuple[cpu.ExpertKernel, ...] | None  # for experts that are computed in host memory below a device
-    ways: Ways | None  # to serve a miss there; None: it waits
-    misses: str  # the same for people
+    ways: Ways | None  # to serve a miss there, by rates that were not measured here; None: it waits
     backend: str  # for people: whose, and why
     dtype: torch.dtype  # of the hidden states
     encoded: tuple[RecordLayout, ...] = ()  # per geometry, of the records of the first format that cross the link encoded
@@ -582,7 +581,7 @@ def _arrange(
             f"policy={settings.policy!r} weighs experts by the router's weights, and this family's experts get tokens that are "
             "weighed already. Fix: policy='hotness' (--policy hotness)"
         )
-    ways, misses = ways_for(settings, device, inventory, found, model.dtype)
+    ways = ways_for(settings, device, inventory.raw_layouts, found if isinstance(found, str) else None)
     policy_bytes = hitters_bytes(model, settings.context) if "importance" in settings.policy else 0
     if "hotness" in settings.policy:
         policy_bytes += profile_bytes([layer.num_experts for layer in inventory.layers])
@@ -608,7 +607,7 @@ def _arrange(
             backend += f"; lossless records lie decoded in host memory ({why_decoded})"
     gpu_kernels = None if isinstance(on_gpu, str) else on_gpu
     serving = kernels, gpu_kernels, host_kernels
-    return Experts(inventory, transposed, where, codecs, *serving, ways, misses, backend, model.dtype, encoded, policy_bytes)
+    return Experts(inventory, transposed, where, codecs, *serving, ways, backend, model.dtype, encoded, policy_bytes)
 
 
 def _kernels(

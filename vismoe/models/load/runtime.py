@@ -23,7 +23,7 @@ from vismoe.metrics import Metrics
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.mtp import decoder_layers
 from vismoe.models.load.draft_pool import filled_pools
-from vismoe.models.load.host_rates import upgrade_rates
+from vismoe.models.load.host_rates import upgrade_rates, ways_here
 from vismoe.models.load.opening import Configuration, Experts
 from vismoe.models.moe.attention import group_queries
 from vismoe.models.moe.compute import FastExperts, TorchExperts
@@ -255,17 +255,14 @@ def _service(
     settings, experts, plan, device = configuration.settings, configuration.experts, configuration.plan, configuration.device
     configuration.limit_gpu()
     mover, inventory = _mover(configuration, tiers if tiers is not None else []), experts.inventory
-    ways = experts.ways
-    about = {
-        "kernels": experts.backend,
-        "mover": type(mover).__name__,
-        "reads": "; ".join(plan.reading),
-        "misses": experts.misses,
-    }
     records = (plan.host_slabs, plan.low_host_slabs)[: len(configuration.stores.by_precision)]
-    if ways is not None and ways.deterministic and min(map(sum, records)) < plan.total_experts:
-        ways = None
-        about["misses"] = "wait (what lies in host memory depends on when it was read)"
+    if experts.ways is not None and plan.resident_experts == plan.total_experts:
+        ways, misses = None, "wait (every expert has a place on the device)"
+    elif experts.ways is not None and experts.ways.deterministic and min(map(sum, records)) < plan.total_experts:
+        ways, misses = None, "wait (what lies in host memory depends on when it was read)"
+    else:
+        ways, misses = ways_here(experts.ways, inventory, experts.host_kernels, device, experts.dtype)
+    about = {"kernels": experts.backend, "mover": type(mover).__name__, "reads": "; ".join(plan.reading), "misses": misses}
     policy = Policy.of(settings) if settings.pair is not None else None
     upgrades = None
     if policy is not None:

@@ -29,7 +29,7 @@ from vismoe.models.family.caches import CACHE_NAMES
 from vismoe.models.moe.captured_pass import as_captured
 from vismoe.models.moe.experts import PagedLayer
 from vismoe.models.moe.gpu_experts import GpuExperts
-from vismoe.models.moe.step_context import Choices
+from vismoe.models.moe.step_context import ChosenExperts
 from vismoe.paging.lent import Group
 
 logger = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ class CapturedDecoder:
         self._held: list[Any] = []  # weak references to the memory that `places` are about
         self._noted, self._room = object(), 0  # what layers with that memory carry, and for how many tokens they have memory
         self.output: Any = None
-        self.choices: Choices | None = None  # of layers computed within
+        self.choices: ChosenExperts | None = None  # of layers computed within
         self._ids: list[tuple[int, int, torch.Tensor]] = []  # (layer, experts, ids)
         self._attended = 0
         self._layers: list[_CapturedLayer] = []
@@ -270,7 +270,7 @@ class CapturedDecoder:
             except BaseException:
                 self._graphs.failed(self._open)
                 raise
-        self.choices = Choices(self._ids, ids) if ids is not None else None
+        self.choices = ChosenExperts(self._ids, ids) if ids is not None else None
         updates = sum(layer.handed is not None for layer in self._layers)
         if updates != self._attended:
             raise UnsupportedModelError(f"{updates - self._attended} of {updates} layers have attention of their own kind")

@@ -80,7 +80,7 @@ class Step:
     beside: bool = False  # it is of a layer beside the model's own, of which no lookahead and no recorder hears
 
 
-class Choices(Readback):
+class ChosenExperts(Readback):
     """Which experts the layers of a captured pass chose, sent when the pass is queued."""
 
     def __init__(self, of_layers: Sequence[tuple[int, int, torch.Tensor]], ids: torch.Tensor):
@@ -111,7 +111,7 @@ class ResidentPass:
             self._metrics.settle(of_all_threads=True)
             self._metrics.defer(self._count)
 
-    def replayed(self, choices: Choices) -> None:
+    def replayed(self, choices: ChosenExperts) -> None:
         """All layers are queued. Those of the pass before are counted while the device computes."""
         self._metrics.settle(of_all_threads=True)
         choices.send(choices.ids)

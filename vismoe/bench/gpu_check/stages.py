@@ -35,11 +35,11 @@ STAGES = (
     ),
     CheckStage("streams", 30, "copies on simulated streams", "tests:run_tests", _tests("simulated_cuda"), False),
     CheckStage("rates", 15, "copies, launches, waits", "rates:measure_rates"),
-    CheckStage("contest", 110, "8 of 48 layers, against transformers and accelerate", "contest:contest", checkpoint="contest"),
+    CheckStage("contest", 105, "8 of 48 layers, against transformers and accelerate", "contest:contest", checkpoint="contest"),
     CheckStage("resident", 65, "every expert on the device, 4 of 48 layers", "contest:resident", checkpoint="small"),
-    CheckStage("policies", 40, "two formats at once, 4 of 48 layers", "contest:policies", checkpoint="small"),
+    CheckStage("policies", 50, "two formats at once, 4 of 48 layers", "contest:policies", checkpoint="small"),
     CheckStage("image", 30, "a question about a picture, end to end", "contest:image", checkpoint="small"),
-    CheckStage("whole", 100, "as many of 48 layers as the disk holds, raw and int4", "contest:whole", checkpoint="whole"),
+    CheckStage("whole", 95, "as many of 48 layers as the disk holds, raw and int4", "contest:whole", checkpoint="whole"),
 )
 STORES = {"contest": (), "small": ("int4", "int2"), "whole": ("int4",)}  # packed beside each checkpoint
 NAMES = tuple(stage.name for stage in STAGES)

@@ -236,15 +236,27 @@ def test_hidden_states_that_are_asked_for_come_from_the_modules(checkpoints, rep
     assert not output_capturing._active_collector.get()
 
 
-def test_what_differs_from_the_pass_before_is_not_replayed(checkpoints, plain, replays, monkeypatch):
-    """A captured pass with other numbers, here of another scale in attention."""
+@pytest.mark.parametrize(
+    ("memory", "why"), [("20%", "the input of the experts of MoE layer 0 has other bits"), ("100%", "its output has other bits")]
+)
+def test_what_differs_from_the_pass_before_is_not_replayed(memory, why, checkpoints, plain, replays, monkeypatch):
+    """A captured pass with other numbers, here of another scale in attention. The cache has what the pass before wrote."""
     attend = CapturedDecoder.attend
     monkeypatch.setattr(
         CapturedDecoder, "attend", lambda decoder, module, q, k, v, options: attend(decoder, module, q, k, v, {"scaling": 0.5})
     )
+    served = Served(checkpoints, memory=memory)
+    if memory == "100%":
+        served.all_resident()
+    assert torch.equal(served.logits(steps=7), plain(steps=7)) and not replays()
+    assert served.about == [f"no CUDA graph: {why}"]
+
+
+def test_a_prompt_of_one_token_goes_through_the_modules(checkpoints, plain, replays):
     served = Served(checkpoints, memory="20%")
-    assert torch.equal(served.logits(), plain()) and not replays()
-    assert served.about == ["no CUDA graph: the input of the experts of MoE layer 0 has other bits"]
+    served.logits()
+    before = replays()
+    assert torch.equal(served.logits(tokens=1, steps=1), plain(tokens=1, steps=1)) and replays() == before
 
 
 def test_a_decoder_that_was_changed_is_captured_again(checkpoints, plain, replays):
@@ -276,6 +288,7 @@ def test_a_padded_sequence_keeps_its_mask(checkpoints, replays):
         answer = served.model.generate(**given, **steps)
         assert torch.equal(answer, plain.generate(**given, **steps))
         assert replays() == before + replayed, "the padded one is not replayed"
+        assert served.graphs._hid == (not replayed), "and not tried for each token"
 
 
 def test_passes_in_another_mode_of_inference_are_replayed_too(checkpoints, plain, replays):

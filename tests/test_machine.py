@@ -293,6 +293,7 @@ def test_what_the_cpu_takes_for_experts_is_measured_by_the_kernels_that_compute_
     torch.set_default_dtype(torch.bfloat16)
     try:
         bytes_per_s, token_s = expert_rates(kernel, raw, torch.bfloat16, MIB)
+        assert expert_rates(kernel, raw, torch.bfloat16, raw.record_bytes) and not expert_rates(kernel, raw, torch.bfloat16, 1)
     finally:
         torch.set_default_dtype(before)
     assert 0 < token_s < raw.record_bytes / bytes_per_s

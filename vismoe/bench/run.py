@@ -88,7 +88,7 @@ class ReadyWorker:
                     command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
                     text=True,
                 )  # fmt: skip
-            stack.callback(self._end)
+                stack.callback(self._end)
             if early:
                 raise KeyboardInterrupt
             self._stack = stack.pop_all()

@@ -33,6 +33,7 @@ LINK_COPIES = 4  # queued at a time, each of a slab of its own
 EXPERTS_AT_ONCE = 8  # that one call computes, as many as a token chooses
 MOST_EXPERTS = 64
 TOKENS = 32  # of a prompt in each expert
+MEASURED_S = 0.25  # for calls of one kind
 
 
 @dataclass(frozen=True)
@@ -198,23 +199,29 @@ def packed_extra(nbytes: int) -> float:
     return max(0.0, from_records - from_weights) / (count * raw.record_bytes)
 
 
-def expert_rates(kernel: ExpertKernel, slab: RecordLayout, dtype: torch.dtype, nbytes: int) -> tuple[float, float]:
+def expert_rates(kernel: ExpertKernel, slab: RecordLayout, dtype: torch.dtype, nbytes: int) -> tuple[float, float] | None:
     """(bytes of experts per second at one token, seconds for each of TOKENS tokens in one expert) of this kernel, with inputs of
-    this type: medians of calls that compute EXPERTS_AT_ONCE experts; about `nbytes` of them, in no cache."""
-    count = EXPERTS_AT_ONCE * max(1, min(MOST_EXPERTS, nbytes // slab.record_bytes) // EXPERTS_AT_ONCE)
+    this type: medians of calls that compute EXPERTS_AT_ONCE experts, or fewer large ones. At most `nbytes` of experts, in no
+    cache, and about half a second; None where not even one fits."""
+    count = min(MOST_EXPERTS, nbytes // slab.record_bytes)
+    at_once = min(EXPERTS_AT_ONCE, count)
+    if not count:
+        return None
     pool = SlabPool(slab, count)
     pool.buffer.zero_()  # else all of it would be one page
     records, hidden = pool.addresses.view(np.uint64), torch.zeros(TOKENS, kernel.hidden, dtype=dtype)
     spans = {1: list[float](), TOKENS: list[float]()}
     for tokens, seconds in spans.items():
-        pairs = EXPERTS_AT_ONCE * tokens
+        pairs = at_once * tokens
         starts = np.arange(0, pairs + 1, tokens, dtype=np.int32)
-        chosen, factors = np.tile(np.arange(tokens, dtype=np.int32), EXPERTS_AT_ONCE), np.ones(pairs, np.float32)
+        chosen, factors = np.tile(np.arange(tokens, dtype=np.int32), at_once), np.ones(pairs, np.float32)
         out = torch.empty(pairs, kernel.hidden, dtype=torch.float32)  # the default type is the model's while that is loaded
-        for first in [0, *range(0, count, EXPERTS_AT_ONCE)]:  # the first call makes the workspace
+        for first in [0, *range(0, count - at_once + 1, at_once)]:  # the first call makes the workspace
             began_s = time.perf_counter()
-            kernel.parts(records[first : first + EXPERTS_AT_ONCE], starts, chosen, factors, hidden, out)
-            seconds.append((time.perf_counter() - began_s) / EXPERTS_AT_ONCE)
+            kernel.parts(records[first : first + at_once], starts, chosen, factors, hidden, out)
+            seconds.append((time.perf_counter() - began_s) / at_once)
+            if len(seconds) > 1 and at_once * sum(seconds) > MEASURED_S:
+                break
     one, many = (statistics.median(seconds[1:]) for seconds in spans.values())
     return slab.record_bytes / one, many / TOKENS
 

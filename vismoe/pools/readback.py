@@ -27,7 +27,7 @@ class Readback:
     def send(self, tensor: torch.Tensor) -> None:
         self._here.copy_(tensor, non_blocking=True)
         if self._sent is not None:
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> np.ndarray:
         """What was sent last; the next one overwrites it."""

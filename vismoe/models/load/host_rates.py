@@ -34,7 +34,7 @@ from vismoe.planning.throughput import (
     MachineRates,
 )
 from vismoe.store.expert_store import Reads
-from vismoe.types import ExpertInventory, MoELayer, RecordLayout
+from vismoe.types import ExpertInventory, RecordLayout
 
 # Of one thread with 32 tokens in an expert, as measured on Zen 5 (docs/benchmark.md).
 FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9, "amx": 225e9}
@@ -44,6 +44,7 @@ CPU_CALL_S = 1.4e-3
 # The CPU is asked where it saves at least this share of a layer's time: the rates are measured with nothing beside them.
 CPU_SAVES = 0.4
 MEASURED_BYTES = 512 * 2**20  # of experts, more than caches hold
+MOST_COPIED_BYTES = 64 * 2**20  # at once; larger copies are not faster
 DECODE_BYTES_PER_S = {"portable": 1e9, "avx2": 4e9, "avx512": 8e9}  # of bfloat16, by one thread, from lossless records
 
 
@@ -84,16 +85,17 @@ def ways_here(
         ways = replace(ways, rates=tuple(_measured(*of_geometry, device, dtype) for of_geometry in each))
     link, by_cpu = (format_rate(rate) for rate in (ways.rates[0].link_bytes_per_s, ways.rates[0].cpu_bytes_per_s))
     about = f"{'measured: ' if measured else ''}the link brings experts at {link}, the CPU computes them at {by_cpu}"
-    if measured and not any(_is_asked(ways, layer, inventory.layouts[layer.geometry]) for layer in inventory.layers):
+    kinds = {(layer.geometry, layer.top_k, layer.num_experts) for layer in inventory.layers}
+    if measured and not any(_is_asked(ways, *kind, inventory.layouts[kind[0]].record_bytes) for kind in kinds):
         return None, f"wait ({about})"
     return ways, f"{ways.policy} ({about})"
 
 
-def _is_asked(ways: Ways, layer: MoELayer, slab: RecordLayout) -> bool:
-    """Whether the CPU gets any of a token's misses in this layer, or of a prompt's."""
-    most = {1: layer.top_k, TOKENS: layer.num_experts}
-    misses = ([Miss(slab.record_bytes, tokens)] * count for tokens, top in most.items() for count in range(1, top + 1))
-    return any(Way.CPU in ways.choose(layer.geometry, some, 0.0) for some in misses)
+def _is_asked(ways: Ways, geometry: int, top_k: int, experts: int, nbytes: int) -> bool:
+    """Whether the CPU gets any of so many misses of a token, or of a prompt's."""
+    of_prompt = sorted({experts, *(2**power for power in range(experts.bit_length()))})
+    numbers = [(1, count) for count in range(1, top_k + 1)] + [(TOKENS, count) for count in of_prompt]
+    return any(Way.CPU in ways.choose(geometry, [Miss(nbytes, tokens)] * count, 0.0) for tokens, count in numbers)
 
 
 def _rates(settings: Settings, device: torch.device, raw: RecordLayout) -> Rates:
@@ -107,13 +109,11 @@ def _rates(settings: Settings, device: torch.device, raw: RecordLayout) -> Rates
 
 def _measured(rates: Rates, kernel: cpu.ExpertKernel, slab: RecordLayout, device: torch.device, dtype: torch.dtype) -> Rates:
     """The link's rate and the CPU's, in some tenths of a second; `rates` stay where nothing can be measured."""
-    with contextlib.suppress(TransferError):  # no pages are locked
-        rates = replace(rates, link_bytes_per_s=link_rate(str(device), slab.record_bytes))
+    with contextlib.suppress(TransferError, torch.OutOfMemoryError):  # no pages are locked, or memory is short
+        rates = replace(rates, link_bytes_per_s=link_rate(str(device), min(slab.record_bytes, MOST_COPIED_BYTES)))
         torch.cuda.empty_cache()
-    if not slab.sections:  # packed records, which these kernels get decoded
-        return rates
-    cpu_bytes_per_s, token_s = expert_rates(kernel, slab, dtype, min(MEASURED_BYTES, host_memory()[0] // 8))
-    return replace(rates, cpu_bytes_per_s=cpu_bytes_per_s, cpu_s_per_token=token_s)
+    there = expert_rates(kernel, slab, dtype, min(MEASURED_BYTES, host_memory()[0] // 8)) if slab.sections else None
+    return replace(rates, cpu_bytes_per_s=there[0], cpu_s_per_token=there[1]) if there else rates
 
 
 def upgrade_rates(settings: Settings, device: torch.device) -> Rates:

@@ -5,7 +5,6 @@
 
 import contextlib
 import gc
-import itertools
 import logging
 import operator
 import weakref
@@ -35,7 +34,7 @@ from vismoe.paging.lent import Group
 logger = logging.getLogger(__name__)
 
 WAITS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.item, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
-TOKENS, NOTED = operator.attrgetter("tokens"), operator.attrgetter("noted")  # of a cache's layers, without a loop in Python
+TOKENS = operator.attrgetter("tokens")  # of a cache's layer
 COPIES = {torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.to}
 
 
@@ -333,9 +332,9 @@ class CapturedDecoder:
 
     def is_placed(self, cache: Any) -> bool:
         """Whether the next pass adds its token to this cache as things are: it is the one of the pass before, with room."""
-        if self._there is None or list(map(TOKENS, cache.layers)) != self._there or max(self._there) >= self._room:
+        if self._there is None or any(getattr(layer, "noted", None) is not self._noted for layer in cache.layers):
             return False
-        return all(map(operator.is_, map(NOTED, cache.layers), itertools.repeat(self._noted)))
+        return list(map(TOKENS, cache.layers)) == self._there and max(self._there) < self._room
 
     def place(self, cache: Any, before: int = 0) -> None:
         """The next pass adds its token to this cache, or `before`: writes the last one again."""
@@ -351,7 +350,7 @@ class CapturedDecoder:
         lengths = [tokens - 1 for _, _, tokens in held]
         if lengths != self._there:
             self.lengths.copy_(upload([np.array(lengths, dtype=np.int64)], self.lengths.device)[0])
-        self._there = lengths
+        self._there, self._behind = lengths, [tokens + 1 for tokens in lengths]
 
     def replay(
         self,

@@ -58,6 +58,7 @@ class DecodeGraphs:
         self._listening: list[int] = []
         self._parts: Things | None = None
         self._hides_nothing = Readback(torch.ones((), dtype=torch.bool, device=context.device))  # a mask
+        self._hid = False  # that of the newest pass did hide something
         self._memory: list[torch.Tensor] = []  # of what was captured: graphs read it, wherever its tensors have gone since
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,7 +79,9 @@ class DecodeGraphs:
                 return None
             self._passes += 1
             return self._first(module, kwargs, given, cache) if self._passes > WARM_PASSES else None
-        if not self._captured.takes(given) or not (self._captured.is_placed(cache) or self._can_place(cache)):
+        if not self._captured.takes(given) or not (self._captured.is_placed(cache) or self._can_place(given, cache)):
+            return None
+        if self._hid and mask is not None and not bool(mask.all()):  # as that of the pass before
             return None
         return self._replayed(self._captured, given, cache, mask)
 
@@ -107,22 +110,25 @@ class DecodeGraphs:
         assert self._parts is not None
         return self._parts.stay_in_place()
 
-    def _can_place(self, cache: Any) -> bool:
-        assert self._captured is not None
-        room = _makes_room(cache, self._captured.most_tokens)
-        if room:
-            self._captured.place(cache)
-        return room
+    def _can_place(self, given: Mapping[str, Any], cache: Any) -> bool:
+        captured = self._captured
+        assert captured is not None
+        if len(cache.layers) != len(captured.places) or not _makes_room(given, cache, captured.most_tokens):
+            return False
+        captured.place(cache)
+        return True
 
-    def _is_sound(self) -> bool:
-        """Whether the pass is the one that was captured. The host looks while the device computes, and before anything but keys
-        and values behind the cache's was written: for large models looking takes as long as a layer or two."""
+    def _is_sound(self, mask: torch.Tensor | None) -> bool:
+        """Whether the pass is the one that was captured, and its mask, which was sent, hides nothing. The host looks while the
+        device computes, and before anything but keys and values behind the cache's was written: for large models looking takes
+        as long as a layer or two."""
         if not self._is_as_captured():
             if self._context.device.type == "cuda":
                 torch.cuda.current_stream(self._context.device).synchronize()  # nothing is freed under a graph
             self.drop()
             return False
-        return not self._is_heard()
+        self._hid = mask is not None and not bool(self._hides_nothing.read())
+        return not (self._hid or self._is_heard())
 
     def _remember(self, modules: list[nn.Module]) -> None:
         """What `_is_heard` and `_is_as_captured` compare."""
@@ -145,7 +151,7 @@ class DecodeGraphs:
         kinds |= _windows(module.config)
         assert self._of is not None
         (resident, most), backend = self._of, context.serving.backend
-        if kinds or not _makes_room(cache, most):
+        if kinds or not _makes_room(given, cache, most):
             return self._give_up(f"there is {min(kinds)}") if kinds else None
         forward = type(module).forward.__get__(module)
         with as_captured(example), example.beside(_embeddings(module)), example:
@@ -184,7 +190,7 @@ class DecodeGraphs:
     def _replayed(self, captured: CapturedDecoder, given: dict[str, Any], cache: Any, mask: torch.Tensor | None) -> Any:
         if mask is not None:
             self._hides_nothing.send(mask.all())
-        if not captured.replay(given, is_sound=lambda: self._is_sound() and (mask is None or bool(self._hides_nothing.read()))):
+        if not captured.replay(given, is_sound=lambda: self._is_sound(mask)):
             return None
         if captured.choices is not None:
             assert self._context.step.resident is not None, "all experts were resident for good"
@@ -248,8 +254,13 @@ def _embeddings(module: Any) -> nn.Module | None:
     return embed
 
 
-def _makes_room(cache: Any, most_tokens: int) -> bool:
-    """Whether all layers of a cache take one more token, and are of the kind that the attention program reads."""
-    return all(
-        isinstance(layer, GrowingLayer) and layer.make_room(1) and layer.place()[2] <= most_tokens for layer in cache.layers
-    )
+def _makes_room(given: Mapping[str, Any], cache: Any, most_tokens: int) -> bool:
+    """Whether all layers of a cache take one more token, and are what the attention program reads, where the pass is computed."""
+
+    def takes(layer: Any) -> bool:
+        if not isinstance(layer, GrowingLayer) or not layer.make_room(1):
+            return False
+        keys, _, tokens = layer.place()
+        return tokens <= most_tokens and keys.device == given["inputs_embeds"].device
+
+    return bool(cache.layers) and all(map(takes, cache.layers))

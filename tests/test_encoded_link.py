@@ -75,6 +75,7 @@ def test_records_are_decoded_in_host_memory_where_the_gpu_cannot_and_the_plan_sa
 
 def test_both_ways_of_a_miss_are_measured_beside_a_gpu_unless_choices_follow_from_bytes_alone(checkpoint, cuda, monkeypatch):
     """When a model serves, not when it is planned. Where the system locks no pages the link's rate stays nominal."""
+    monkeypatch.setattr(host_rates, "load_profile", lambda: None)
     monkeypatch.setattr(host_rates, "link_rate", lambda device, request_bytes: 1e6)
     monkeypatch.setattr(host_rates, "expert_rates", lambda kernel, slab, dtype, nbytes: (3e9, 5e-6))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -85,6 +85,14 @@ class DecodeGraphs:
             return None
         return self._replayed(self._captured, given, cache, mask)
 
+    @property
+    def is_captured(self) -> bool:
+        return self._captured is not None
+
+    def count(self) -> None:
+        """What the pass before demanded is counted now: this one is not replayed."""
+        self._context.serving.pager.metrics.settle(of_all_threads=True)
+
     def drop(self) -> None:
         """Forget what was captured: other experts will serve."""
         self._captured, self._of, self._passes = None, None, 0
@@ -220,7 +228,10 @@ def is_served(module: nn.Module) -> bool:
 def _forward(reference: Any, graphs: DecodeGraphs, *args: Any, **kwargs: Any) -> Any:
     module = reference()
     made = graphs.run(module, args, kwargs)
-    return type(module).forward(module, *args, **kwargs) if made is None else made
+    if made is None:
+        graphs.count()
+        made = type(module).forward(module, *args, **kwargs)
+    return made
 
 
 def _inputs(module: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -108,7 +108,6 @@ class ResidentPass:
         self._metrics.add("compute_seconds", self._phase, layer, seconds)
         self._computed.append((layer, experts, index.reshape(-1)))
         if len(self._computed) == 1:
-            self._metrics.settle(of_all_threads=True)
             self._metrics.defer(self._count)
 
     def replayed(self, choices: ChosenExperts) -> None:
@@ -243,6 +242,7 @@ class StepContext:
         """A pass over so many tokens begins, of a layer that hangs beside the model's own (family/mtp.py)."""
         phase = Phase.DRAFT if tokens <= SHORT_STEP_TOKENS else Phase.ENCODE
         serving = self.serving
+        serving.pager.metrics.settle()
         serving.pager.begin_step(phase, tokens=tokens)
         short = self._short if phase is Phase.DRAFT else None
         self.begin(Step(phase, 1, tokens, threading.get_ident(), short=short, beside=True))
@@ -322,6 +322,8 @@ class StepContext:
         if serving.chooser is not None:
             real = kinds != TokenKind.PAD if kinds is not None and padded else None
             serving.chooser.begin_step(serving.pager, decoding, batch * new, real)
+        if not (decoding and any(graphs.is_captured for graphs in self.captured)):  # else counted while the device computes
+            serving.pager.metrics.settle(of_all_threads=True)
         serving.pager.begin_step(phase, new_sequence=past == 0, tokens=batch * new)
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
         plain = decoding and not padded and not fewer and self.recorder is None

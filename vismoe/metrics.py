@@ -6,7 +6,6 @@ prefetched expert is wasted if it is evicted, or the request ends, before it was
 still a miss.
 """
 
-import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -182,9 +181,11 @@ class Metrics:
     def settle(self, of_all_threads: bool = False) -> None:
         """Count what was deferred, by this thread or by any. The thread may wait for a device."""
         while self._deferred and (of_all_threads or self._deferred_by == threading.get_ident()):
-            with contextlib.suppress(IndexError):  # another thread was sooner
+            try:
                 count = self._deferred.pop(0)
-                count()
+            except IndexError:  # another thread was sooner
+                return
+            count()
 
     def snapshot(self) -> Snapshot:
         """The counters now; in other threads than the model's they may lack the last pass."""

@@ -256,7 +256,7 @@ def _service(
     configuration.limit_gpu()
     mover, inventory = _mover(configuration, tiers if tiers is not None else []), experts.inventory
     records = (plan.host_slabs, plan.low_host_slabs)[: len(configuration.stores.by_precision)]
-    if experts.ways is not None and plan.resident_experts == plan.total_experts:
+    if experts.ways is not None and settings.pair is None and plan.resident_experts == plan.total_experts:
         ways, misses = None, "wait (every expert has a place on the device)"
     elif experts.ways is not None and experts.ways.deterministic and min(map(sum, records)) < plan.total_experts:
         ways, misses = None, "wait (what lies in host memory depends on when it was read)"

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -257,6 +258,15 @@ def test_a_contest_is_run_by_the_workers_of_the_benchmark(tiny, tmp_path):
     assert contest.other_answers([row, {**row, "name": "b", "token_ids": [1]}]) == ["b gave other tokens than vismoe raw 25%"]
     by_the_cpu = {**row, "token_ids": [1], "computed_on_host": 1}
     assert contest.other_answers([row, by_the_cpu]) == contest.other_answers([by_the_cpu, row]) == []
+
+
+def test_a_picture_is_timed_where_the_bundled_model_cannot_be_asked(tmp_path, monkeypatch):
+    missing = ConfigError("images of Qwen models need the package qwen-vl-utils. Fix: pip install qwen-vl-utils")
+    monkeypatch.setattr(contest, "load", Mock(side_effect=missing))
+    monkeypatch.setattr(contest, "_run", lambda entrants, *rest: {"rows": [one.name for one in entrants], "failures": []})
+    found = contest.image(OPTIONS | {"folder": str(tmp_path)}, lambda kept: None)
+    assert found["rows"] == ["vismoe raw 25% with a picture"]
+    assert found["failures"] == [f"the bundled model was not asked: {missing}"]
 
 
 def test_a_share_is_one_of_the_experts_whatever_their_format():

@@ -18,6 +18,7 @@ from vismoe.bench.run import ReadyWorker
 from vismoe.bench.subject import GeneratedModel, Subject, generate, packed, sketch, store_folder
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.engine.engine import demo_model, load
+from vismoe.errors import VisMoEError
 from vismoe.machine.hardware import cores
 from vismoe.models.load.preview import preview
 
@@ -88,10 +89,13 @@ def image(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
     """The bundled model's answer about a picture, against the one that is right; and a picture for the large geometry, timed."""
     pictures = demo_model().parent / "images"
     right = json.loads((pictures / "pictures.json").read_text())["demo.png"]["answer"]
-    with load(device=options["device"], memory="25%") as engine:
-        content = [{"type": "image", "image": str(pictures / "demo.png")}, {"type": "text", "text": QUESTION}]
-        said = "".join(engine.chat([{"role": "user", "content": content}])).strip()
-    failures = [] if said == right else [f"the bundled model said {said!r} instead of {right!r}"]
+    content = [{"type": "image", "image": str(pictures / "demo.png")}, {"type": "text", "text": QUESTION}]
+    try:
+        with load(device=options["device"], memory="25%") as engine:
+            said = "".join(engine.chat([{"role": "user", "content": content}])).strip()
+        failures = [] if said == right else [f"the bundled model said {said!r} instead of {right!r}"]
+    except VisMoEError as error:  # a package may be missing, which the second picture does not need
+        said, failures = None, [f"the bundled model was not asked: {error}"]
     keep({"answer": said, "failures": failures})
     one = ours(options, 25.0)
     one = replace(one, name=f"{one.name} with a picture", picture=PICTURE, prompts=one.prompts[-1:])

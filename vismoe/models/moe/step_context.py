@@ -36,7 +36,7 @@ from vismoe.paging.pager import Pager
 from vismoe.planning.needs import mask_bytes
 from vismoe.planning.plan import Plan
 from vismoe.planning.sizes import size_up
-from vismoe.pools.readback import Readback, on_host
+from vismoe.pools.readback import Readback
 from vismoe.types import Evidence, Phase, TokenKind, stack_of
 
 SHORT_STEP_TOKENS = 8  # new tokens on top of a KV cache that still count as decode: drafts being verified, not a prompt
@@ -81,16 +81,16 @@ class Step:
 
 
 class ChosenExperts(Readback):
-    """Which experts the layers of a captured pass chose, sent when the pass is queued."""
+    """Which experts the layers of a pass without the pager chose."""
 
     def __init__(self, of_layers: Sequence[tuple[int, int, torch.Tensor]], ids: torch.Tensor):
-        """of_layers: (MoE layer, its number of experts, its choices); ids: those of all, one after another, in memory that every
-        pass writes."""
+        """of_layers: (MoE layer, its number of experts, its choices); ids: those of all, one after another; of a captured
+        pass in memory that every replay writes."""
         super().__init__(ids)
         self.ids = ids
         layers, experts, counts = zip(*((layer, experts, index.numel()) for layer, experts, index in of_layers), strict=True)
         self.layers, self.experts = np.array(layers), np.array(experts)
-        self.rows = np.repeat(np.arange(len(layers)), counts)
+        self.rows = np.repeat(np.arange(len(layers)), counts)  # of which of the layers each choice is
 
 
 class ResidentPass:
@@ -114,20 +114,21 @@ class ResidentPass:
         """All layers are queued. Those of the pass before are counted while the device computes."""
         self._metrics.settle(of_all_threads=True)
         choices.send(choices.ids)
-        self._metrics.defer(lambda: self._count_hits(choices.read(), choices.layers, choices.experts, choices.rows))
+        self._metrics.defer(lambda: self._count_hits(choices))
 
     def _count(self) -> None:
-        (ids,) = on_host(torch.cat([index for _, _, index in self._computed]))
-        layers, experts = (np.array(numbers) for numbers in list(zip(*self._computed, strict=True))[:2])
-        self._count_hits(ids, layers, experts, np.repeat(np.arange(len(layers)), [len(index) for _, _, index in self._computed]))
+        choices = ChosenExperts(self._computed, torch.cat([index for _, _, index in self._computed]))
+        choices.send(choices.ids)
+        self._count_hits(choices)
         self._computed.clear()
 
-    def _count_hits(self, ids: np.ndarray, layers: np.ndarray, experts: np.ndarray, rows: np.ndarray) -> None:
-        """Choice i was made in row `rows[i]` of the layers, which have so many experts."""
-        real = (ids >= 0) & (ids < experts[rows])
-        demanded = np.zeros((len(layers), self._metrics.demanded.shape[1]), dtype=bool)
+    def _count_hits(self, choices: ChosenExperts) -> None:
+        """Those that were sent."""
+        ids, rows = choices.read(), choices.rows
+        real = (ids >= 0) & (ids < choices.experts[rows])
+        demanded = np.zeros((len(choices.layers), self._metrics.demanded.shape[1]), dtype=bool)
         demanded[rows[real], ids[real]] = True
-        self._metrics.count_hits(self._phase, layers, demanded)
+        self._metrics.count_hits(self._phase, choices.layers, demanded)
 
 
 @dataclass(frozen=True)

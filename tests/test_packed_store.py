@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import system_reads
 import torch
 from small_checkpoints import Small, slab_for, small
 
@@ -90,7 +91,7 @@ def test_a_fixed_size_is_read_by_one_request_straight_into_a_slab_of_a_pool(chec
         reads.append((torch.frombuffer(buffers[0], dtype=torch.uint8).data_ptr(), len(buffers[0]), offset % BLOCK_BYTES))
         return preadv(descriptor, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", seen)
+    system_reads.replace(monkeypatch, seen)
     for expert in store.contents.experts:
         pool = pools[store.inventory.layers[expert.layer].geometry]
         record = pool.record(1)
@@ -197,7 +198,7 @@ def test_a_closed_store_refuses_to_read_and_a_running_read_ends_well(checkpoint,
         go.wait(5)
         return preadv(*arguments)
 
-    monkeypatch.setattr(os, "preadv", slow)
+    system_reads.replace(monkeypatch, slow)
     slab = slab_for(store, expert.layer)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(store.read, expert, slab)
@@ -295,7 +296,7 @@ def test_a_file_truncated_while_open_is_an_error_with_expert_offset_and_sizes(ch
 
 def test_a_failing_disk_names_expert_path_and_offset(checkpoint, packed, format, monkeypatch):
     store = checkpoint.open(packed, format)
-    monkeypatch.setattr(os, "preadv", lambda *arguments: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    system_reads.replace(monkeypatch, lambda *arguments: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
     where = rf"expert 0 of MoE layer 0: .*experts\.{format}\.00001\.bin: reading \d+ bytes at offset \d+ failed"
     with pytest.raises(CheckpointError, match=f"{where}: Input/output error"):
         store.read(ExpertId(0, 0), slab_for(store, 0))
@@ -304,7 +305,7 @@ def test_a_failing_disk_names_expert_path_and_offset(checkpoint, packed, format,
 def test_a_disk_that_fails_at_the_first_direct_read_is_named(checkpoint, packed, format, monkeypatch):
     store = checkpoint.open(packed, format)
     past_cache(checkpoint.open(packed, format))
-    monkeypatch.setattr(os, "preadv", lambda *arguments: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    system_reads.replace(monkeypatch, lambda *arguments: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
     where = rf"experts\.{format}\.00001\.bin: reading 4096 bytes at offset 0 failed: Input/output error"
     with pytest.raises(CheckpointError, match=rf"{where}\. Fix: check the disk"):
         store.read_past_cache()
@@ -314,7 +315,7 @@ def test_a_disk_that_fails_at_the_first_direct_read_is_named(checkpoint, packed,
 def test_a_direct_read_that_ends_early_in_a_whole_file_is_not_called_truncated(checkpoint, packed, format, monkeypatch, aligned):
     store, preadv = checkpoint.open(packed, format), os.preadv
     past_cache(store)
-    monkeypatch.setattr(os, "preadv", lambda d, buffers, at: preadv(d, buffers, at) - 100)
+    system_reads.replace(monkeypatch, lambda d, buffers, at: preadv(d, buffers, at) - 100)
     nbytes, size = store.inventory.layout(0).record_bytes, store.paths[0].stat().st_size
     memory = torch.zeros(nbytes + 2 * BLOCK_BYTES, dtype=torch.uint8)
     begin = -memory.data_ptr() % BLOCK_BYTES + (0 if aligned else 64)
@@ -325,7 +326,7 @@ def test_a_direct_read_that_ends_early_in_a_whole_file_is_not_called_truncated(c
 def test_torn_reads_are_continued(checkpoint, packed, format, monkeypatch):
     expected, preadv = slabs_of(checkpoint.open(packed, format)), os.preadv
     store = checkpoint.open(packed, format)
-    monkeypatch.setattr(os, "preadv", lambda d, buffers, at: preadv(d, [buffers[0][: -(-len(buffers[0]) // 1024) * 512]], at))
+    system_reads.replace(monkeypatch, lambda d, buffers, at: preadv(d, [buffers[0][: -(-len(buffers[0]) // 1024) * 512]], at))
     assert_equal(store, expected)
 
 

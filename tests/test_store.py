@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import system_reads
 import tiny_models
 import torch
 from searching import SEARCHING
@@ -114,7 +115,7 @@ def test_a_stretch_larger_than_the_bounce_buffer_is_read_in_several_requests(qwe
     past_cache(store)
     sizes = []
     preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda d, buffers, at: sizes.append(sum(map(len, buffers))) or preadv(d, buffers, at))
+    system_reads.replace(monkeypatch, lambda d, buffers, at: sizes.append(sum(map(len, buffers))) or preadv(d, buffers, at))
     assert_equal_to(tiny_models.reference(qwen), store)
     assert set(sizes) == {files.BLOCK_BYTES} and len(sizes) > len(every_expert(store))
 
@@ -142,7 +143,7 @@ def test_a_plan_counts_the_pages_of_the_bounce_buffer_and_a_thread_that_reads_no
         pytest.skip(refused)
     held, byte = opened.hold(), np.empty(1, np.uint8)
     assert "memory" not in vars(held._bounce)
-    held.fill(0, 5, [byte])
+    held.fill(0, 5, byte)
     assert held._bounce.memory.nbytes == files.bounce_bytes(2**20) == HUGE_PAGE_BYTES and byte[0] == path.read_bytes()[5]
 
 
@@ -165,7 +166,7 @@ def test_torn_reads_past_the_page_cache_are_continued(qwen, monkeypatch):
         count = 512 * int(torch.randint(1, max(2, len(buffer) // 512 + 1), (1,), generator=random))
         return preadv(descriptor, [buffer[:count]], offset)
 
-    monkeypatch.setattr(os, "preadv", torn)
+    system_reads.replace(monkeypatch, torn)
     assert_equal_to(tiny_models.reference(qwen), store)
 
 
@@ -178,7 +179,7 @@ def ways(monkeypatch) -> list[bool]:
         found.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
         return preadv(descriptor, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", seen)
+    system_reads.replace(monkeypatch, seen)
     return found
 
 
@@ -323,7 +324,7 @@ def test_no_byte_of_another_expert_is_read(family, tmp_path, monkeypatch):
         ranges.append((store._files.hold()._descriptors.index(descriptor), offset, offset + sum(map(len, buffers))))
         return preadv(descriptor, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", spy)
+    system_reads.replace(monkeypatch, spy)
     for expert in every_expert(store):
         ranges.clear()
         nbytes = store.read(expert, record_for(store, expert))
@@ -352,7 +353,7 @@ def test_experts_that_lie_together_on_disk_take_one_system_call(qwen, monkeypatc
     store = store_of(qwen)
     calls = []
     preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *arguments: calls.append(arguments) or preadv(*arguments))
+    system_reads.replace(monkeypatch, lambda *arguments: calls.append(arguments) or preadv(*arguments))
     store.read(ExpertId(0, 3), record_for(store, ExpertId(0, 3)))
     assert len(calls) == 1  # down, gate, up follow each other; the record has gate, up, down
 
@@ -384,7 +385,7 @@ def test_short_reads_are_continued(qwen, monkeypatch):
             done += len(piece)
         return done
 
-    monkeypatch.setattr(os, "preadv", short)
+    system_reads.replace(monkeypatch, short)
     assert_equal_to(reference, store)
 
 
@@ -423,7 +424,7 @@ def test_a_failing_disk_is_an_error_with_path_and_offset(qwen, monkeypatch):
     def fail(descriptor, buffers, offset):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "preadv", fail)
+    system_reads.replace(monkeypatch, fail)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: reading \d+ bytes at offset \d+ failed: Input/output error"):
         store.read(ExpertId(0, 0), record_for(store, ExpertId(0, 0)))
 
@@ -438,7 +439,7 @@ def test_a_closed_store_refuses_to_read_and_a_running_read_ends_well(qwen, monke
         go.wait(5)
         return preadv(*arguments)
 
-    monkeypatch.setattr(os, "preadv", slow)
+    system_reads.replace(monkeypatch, slow)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read, store, ExpertId(0, 0))
         entered.wait(5)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from vismoe.errors import CheckpointError
+from vismoe.kernels.read import Stretch
 from vismoe.store.arrangement import SAME
 from vismoe.store.expert_store import StoreOnDisk, naming_expert
 from vismoe.store.files import ThreadBuffer, bounce_bytes
@@ -48,6 +49,11 @@ class _Stretch(NamedTuple):
     def nbytes(self) -> int:
         return sum(stop - start for _, start, stop in self.pieces)
 
+    def into(self, addresses: Sequence[int]) -> Stretch:
+        """The same, to be read into a record and a scratch at these addresses."""
+        pieces = [(addresses[in_scratch] + start, stop - start) for in_scratch, start, stop in self.pieces]
+        return Stretch(self.file, self.offset_bytes, pieces)
+
     @property
     def scratch_bytes(self) -> int:
         return max((stop for in_scratch, _, stop in self.pieces if in_scratch), default=0)
@@ -67,8 +73,9 @@ class CheckpointStore(StoreOnDisk):
         self.inventory = inventory
         self.locators = locators
         self.headers = tuple(headers)
-        self._reads = stretches_of(inventory, locators)
-        every = [stretch for layer in self._reads for stretches in layer for stretch in stretches]
+        compiled = stretches_of(inventory, locators)
+        self._reads = [[_at_once(stretches) for stretches in layer] for layer in compiled]
+        every = [stretch for layer in compiled for stretches in layer for stretch in stretches]
         self.scratch_bytes = max((stretch.scratch_bytes for stretch in every), default=0)
         self.stretch_bytes = max((stretch.nbytes for stretch in every), default=0)
         self.bounce_bytes = bounce_bytes(self.stretch_bytes)
@@ -85,13 +92,12 @@ class CheckpointStore(StoreOnDisk):
         assert record.dtype is torch.uint8 and record.is_contiguous() and record.numel() >= layout.record_bytes, record.shape
         assert record.data_ptr() % ALIGNMENT_BYTES == 0, f"record at {record.data_ptr():#x} is not {ALIGNMENT_BYTES}-byte aligned"
         memories, files = (record, self._scratch.memory), self._files.hold()
-        into = [memory.numpy() for memory in memories]
+        addresses = [memory.data_ptr() for memory in memories]
         nbytes = 0
         try:
-            for stretch in self._reads[expert.layer][expert.expert]:
-                pieces = [into[in_scratch][start:stop] for in_scratch, start, stop in stretch.pieces]
-                nbytes += files.fill(stretch.file, stretch.offset_bytes, pieces)
-                for bounce in stretch.bounces:
+            for reads in self._reads[expert.layer][expert.expert]:
+                nbytes += files.fill_all([stretch.into(addresses) for stretch in reads])
+                for bounce in reads[-1].bounces:
                     _rearrange(bounce, *memories)
         except CheckpointError as error:
             raise naming_expert(expert, error) from error
@@ -104,6 +110,17 @@ def _rearrange(bounce: _Bounce, record: torch.Tensor, scratch: torch.Tensor) -> 
     on_disk = scratch[bounce.at : bounce.at + part.nbytes].view(part.dtype).view(part.shape)
     into = record[bounce.start : bounce.stop].view(bounce.dtype).view(bounce.shape)
     part.arrangement.copy(on_disk, into)
+
+
+def _at_once(stretches: Sequence[_Stretch]) -> tuple[tuple[_Stretch, ...], ...]:
+    """Stretches to read in one call each: only the last of them uses the scratch."""
+    calls: list[tuple[_Stretch, ...]] = []
+    begun: tuple[_Stretch, ...] = ()
+    for stretch in stretches:
+        begun += (stretch,)
+        if stretch.bounces:
+            calls, begun = [*calls, begun], ()
+    return (*calls, begun) if begun else tuple(calls)
 
 
 def stretches_of(inventory: ExpertInventory, locators: Sequence[Sequence[Locator]]) -> list[list[tuple[_Stretch, ...]]]:

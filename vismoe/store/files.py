@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vismoe.errors import CheckpointError, ClosedError
+from vismoe.kernels.read import CHANGED, ENDED_EARLY, File, Stretch, piece_of, read
 from vismoe.pools.advice import block_buffer, buffer_bytes
 from vismoe.store.file_state import FileChangedError, FileState, examined
 from vismoe.store.page_cache import cached_bytes
@@ -90,36 +91,48 @@ class OpenFiles:
         self.states = [before or now for before, now in zip(known, found, strict=True)]
         for number in range(len(self.files)):
             self.refuse_changed(number)
+        self._native = (File * len(self.files))(
+            *(
+                File(descriptor, state.file_bytes, state.mtime_ns, state.ctime_ns, state.inode, state.device)
+                for descriptor, state in zip(self._descriptors, self.states)
+            )
+        )
 
     def __del__(self) -> None:
         for descriptor in self._descriptors:
             os.close(descriptor)
 
-    def fill(self, file: int, offset_bytes: int, pieces: list[np.ndarray]) -> int:
-        """Read from `offset_bytes` until all `pieces` (uint8, 1-D) are full; returns their bytes. Raises CheckpointError."""
-        nbytes = self._fill_unseen(file, offset_bytes, pieces)
-        self.refuse_changed(file)
-        return nbytes
+    def fill(self, file: int, offset_bytes: int, into: np.ndarray) -> int:
+        """Fill `into` (uint8, contiguous) with what the file has at `offset_bytes`; returns its bytes. Raises CheckpointError."""
+        return self.fill_all([Stretch(file, offset_bytes, [piece_of(into)])])
+
+    def fill_all(self, stretches: Sequence[Stretch]) -> int:
+        """As `fill`, for pieces of memory that stay while they are filled."""
+        left = list(stretches)
+        if self._cached is not None:
+            cached = [one for one in stretches if self._is_cached(one.file, one.offset_bytes, one.nbytes)]
+            self._cached._read(cached)
+            left = [one for one in stretches if one not in cached]
+        self._read(left)
+        return sum(one.nbytes for one in stretches)
 
     def fill_large(self, file: int, offset_bytes: int, into: np.ndarray) -> None:
         """As `fill`, for one large piece, which the threads share."""
         each, end_bytes = MOST_BOUNCE_BYTES, offset_bytes + len(into)
         if self._threads is None or len(into) <= each:
-            self.fill(file, offset_bytes, [into])
+            self.fill(file, offset_bytes, into)
             return
 
         def fill(start: int) -> None:
             begin, end = max(start, offset_bytes), min(start + each, end_bytes)
-            self.fill(file, begin, [into[begin - offset_bytes : end - offset_bytes]])
+            self.fill(file, begin, into[begin - offset_bytes : end - offset_bytes])
 
         starts = range(offset_bytes // each * each, end_bytes, each)  # so that a piece is one read of whole blocks
         list(self._threads.map(fill, starts))  # raises what a thread raised
 
     def fill_rows(self, file: int, offsets: Sequence[int], rows: np.ndarray) -> None:
         """As `fill`, for rows uint8 `[n, bytes]` from `offsets`, through the page cache."""
-        for offset, row in zip(offsets, rows, strict=True):
-            self._fill(file, offset, [row])
-        self.refuse_changed(file)
+        self._read([Stretch(file, offset, [piece_of(row)]) for offset, row in zip(offsets, rows, strict=True)])
 
     def refuse_changed(self, file: int) -> None:
         """Raises FileChangedError for a file that has changed since it was opened."""
@@ -132,13 +145,6 @@ class OpenFiles:
             f"{self.files[file].path} has changed since it was opened: {known.difference(FileState.of(status))}. VisMoE no "
             f"longer reads it. Fix: load the model again; if the file was damaged, first {self._again}"
         )
-
-    def _fill_unseen(self, file: int, offset_bytes: int, pieces: list[np.ndarray]) -> int:
-        if self._cached is not None and self._is_cached(file, offset_bytes, sum(map(len, pieces))):
-            return self._cached._fill(file, offset_bytes, pieces)
-        if self._bounce_bytes and not _in_blocks(offset_bytes, pieces):
-            return self._fill_past_cache(file, offset_bytes, pieces)
-        return self._fill(file, offset_bytes, pieces)
 
     def _is_cached(self, file: int, offset_bytes: int, nbytes: int) -> bool:
         """Whether the page cache holds most of this, or shall from now on."""
@@ -169,45 +175,20 @@ class OpenFiles:
                     raise
                 raise self._failed(file, 0, BLOCK_BYTES, error) from error
 
-    def _fill(self, file: int, offset_bytes: int, pieces: list[np.ndarray]) -> int:
-        wanted = sum(map(len, pieces))
-        left = [piece.data for piece in pieces]
-        done = 0
-        while True:
-            done += (count := self._read(file, left, offset_bytes + done, wanted))
-            if done == wanted:
-                return wanted
-            if count == 0 or (self._bounce_bytes and count % LOGICAL_BLOCK_BYTES):
-                raise self._ended_early(file, offset_bytes, wanted)
-            while count >= len(left[0]):
-                count -= len(left.pop(0))
-            left[0] = left[0][count:]
-
-    def _fill_past_cache(self, file: int, offset_bytes: int, pieces: list[np.ndarray]) -> int:
-        buffer, left = self._bounce.memory, list(pieces)
-        begin, end = offset_bytes, offset_bytes + sum(map(len, pieces))
-        at = begin // BLOCK_BYTES * BLOCK_BYTES
-        while at < end:
-            size = min(len(buffer), -(-(end - at) // BLOCK_BYTES) * BLOCK_BYTES)
-            got = self._read(file, [buffer[:size].data], at, end - begin)
-            if got == 0 or (got % LOGICAL_BLOCK_BYTES and at + got < end):
-                raise self._ended_early(file, offset_bytes, end - begin)
-            read = buffer[max(begin - at, 0) : min(got, end - at)]
-            while len(read):
-                count = min(len(read), len(left[0]))
-                left[0][:count] = read[:count]  # copies without the interpreter lock
-                read, left[0] = read[count:], left[0][count:]
-                if not len(left[0]):
-                    left.pop(0)
-            at += got
-        return end - begin
-
-    def _read(self, file: int, into: list[memoryview], offset_bytes: int, wanted_bytes: int) -> int:
-        """Reads once into `into`; Python itself retries EINTR (PEP 475)."""
-        try:
-            return os.preadv(self._descriptors[file], into, offset_bytes)
-        except OSError as error:
-            raise self._failed(file, offset_bytes, wanted_bytes, error) from error
+    def _read(self, stretches: Sequence[Stretch]) -> None:
+        if not stretches:
+            return
+        bounce = self._bounce.memory if self._bounce_bytes else None
+        ended, number = read(self._native, stretches, bounce, BLOCK_BYTES, LOGICAL_BLOCK_BYTES)
+        if not ended:
+            return
+        failed = stretches[number]
+        if ended == CHANGED:
+            self.refuse_changed(failed.file)
+        elif ended == ENDED_EARLY:
+            raise self._ended_early(failed.file, failed.offset_bytes, failed.nbytes)
+        else:
+            raise self._failed(failed.file, failed.offset_bytes, failed.nbytes, OSError(ended, os.strerror(ended)))
 
     def _failed(self, file: int, offset_bytes: int, wanted_bytes: int, error: OSError) -> CheckpointError:
         return CheckpointError(
@@ -226,12 +207,6 @@ class OpenFiles:
             f"{known.path} was truncated after loading: {wanted_bytes} bytes at offset {offset_bytes} are needed, "
             f"the file has {size} now and had {known.file_bytes}. Fix: {self._again}, then load the model again"
         )
-
-
-def _in_blocks(offset_bytes: int, pieces: list[np.ndarray]) -> bool:
-    """Whether O_DIRECT can read these pieces as they are."""
-    parts = (offset_bytes, *(part for piece in pieces for part in (len(piece), piece.__array_interface__["data"][0])))
-    return not any(part % BLOCK_BYTES for part in parts)
 
 
 class CheckpointFiles:

@@ -154,7 +154,7 @@ class PackedStore(StoreOnDisk):
         return stored.nbytes
 
     def _fetch(self, files: OpenFiles, expert: ExpertId, stored: StoredRecord, into: np.ndarray) -> None:
-        files.fill(stored.file, stored.offset_bytes, [into])
+        files.fill(stored.file, stored.offset_bytes, into)
         position = self._index.position(expert)
         if self._verified[position]:
             return

@@ -48,6 +48,9 @@ class NumberStore:
         self.broken: set[ExpertId] = set()
         self.reads = 0
 
+    def reading(self, expert: ExpertId, address: int) -> None:
+        """Not by native threads."""
+
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
         self.reads += 1
         if expert in self.broken:

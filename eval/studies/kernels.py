@@ -214,7 +214,11 @@ def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor, prompt: bool =
     pairs = np.tile(np.arange(tokens, dtype=np.int32), EXPERTS_OF_A_CALL)
     factors, out = np.ones(len(pairs), np.float32), torch.zeros(tokens if prompt else len(pairs), x.shape[1])
     for group in random_groups(len(slabs)):
-        yield partial(kernel.parts, addresses[group], starts, pairs, factors, x, out, adding=prompt)
+
+        def call(records: np.ndarray = addresses[group]) -> None:
+            kernel.parts(records, starts, pairs, factors, x, out, adding=prompt)
+
+        yield call
 
 
 def random_groups(count: int) -> Iterator[np.ndarray]:

@@ -62,6 +62,9 @@ class _Random:
         torch.randn(values.shape, generator=torch.Generator().manual_seed(hash(expert)), out=values)
         return record.numel()
 
+    def reading(self, expert: ExpertId, address: int) -> None:
+        """There is nothing for native threads to read."""
+
     def close(self) -> None:
         pass
 

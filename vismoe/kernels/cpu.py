@@ -39,6 +39,7 @@ from vismoe.errors import BudgetError, CheckpointError, ConfigError
 from vismoe.formats.encodings import NVFP4, NVFP4_DIVIDED, Encoding
 from vismoe.kernels.library import function, instruction_sets, library
 from vismoe.kernels.matrices import Matrix, Part, matrices, of_parts
+from vismoe.kernels.read import Arrival
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
 Isa = Literal["portable", "avx2", "avx512", "avx512bf16", "amx"]  # in the order of csrc/kernels.h, later ones preferred
@@ -67,6 +68,9 @@ DAMAGED = 2  # what `_experts` returns for a lossless record that is none
 _SIZE, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32
 _start = function("vismoe_start", [_SIZE, _NUMBER])
 _experts = function("vismoe_experts", [_PLACE, _SIZE, _SIZE, *[_PLACE] * 6, _NUMBER, _PLACE, _NUMBER], _NUMBER)
+_experts_arriving = function(
+    "vismoe_experts_arriving", [_PLACE, _SIZE, _SIZE, *[_PLACE] * 6, _NUMBER, *[_PLACE] * 2, _SIZE, *[_PLACE] * 3], _NUMBER
+)
 _workspace_bytes = function("vismoe_workspace_bytes", [_PLACE, _SIZE, _SIZE, _NUMBER, _SIZE, _NUMBER], _SIZE)
 _held_bytes = function("vismoe_held_bytes", [], _SIZE)
 _route = function("vismoe_route", [_PLACE, *[_SIZE] * 3, *[_PLACE] * 4], _SIZE)
@@ -205,13 +209,16 @@ class ExpertKernel:
         out: Tensor,
         precisions: np.ndarray | None = None,
         adding: bool = False,
-    ) -> None:
+        coming: "ctypes.Array[Arrival] | None" = None,
+    ) -> tuple[list[tuple[float, float]], float]:
         """out float32 `[P, H]` = factor * expert(hidden[token]), for every pair.
 
         records: uint64 `[n]`, addresses of records; starts: int32 `[n + 1]`, pairs starts[i] .. starts[i + 1] belong to expert i;
         tokens: int32 `[P]`; factors: float32 `[P]`; hidden `[T, H]` contiguous, bfloat16, float16 or float32;
         precisions: uint8 `[n]`, the index in `formats` of each record's format; None: all in the first.
         adding: the same is added to out float32 `[T, H]` instead: experts in order, and the pairs of each in order.
+        coming: records that native threads read first, while others are computed; they say how that ended, and their order in
+        time changes no bit. Then -> (when each part was computed, in seconds of `time.perf_counter`; seconds waited).
         """
         setup()
         pairs = len(tokens)
@@ -225,10 +232,10 @@ class ExpertKernel:
         if precisions is not None:
             _check_array(precisions, np.uint8, len(records))
         if pairs == 0:
-            return
+            return [], 0.0
         assert tokens.min() >= 0 and tokens.max() < hidden.shape[0], "a pair names a token outside hidden"
         assert precisions is None or precisions.max() < len(self.formats), "a precision is not an index of formats"
-        failed = _experts()(
+        call = (
             self._experts,
             len(self._experts),
             len(records),
@@ -240,9 +247,14 @@ class ExpertKernel:
             hidden.data_ptr(),
             DTYPES.index(hidden.dtype),
             out.data_ptr(),
-            adding,
         )
-        refuse(failed)
+        if coming is None:
+            refuse(_experts()(*call, adding))
+            return [], 0.0
+        assert not adding, "experts are added in order, whenever they come"
+        spans, calls, waited_s = (ctypes.c_double * (2 * len(coming) + 2))(), ctypes.c_int64(), ctypes.c_double()
+        refuse(_experts_arriving()(*call, coming, len(coming), spans, ctypes.byref(calls), ctypes.byref(waited_s)))
+        return [(spans[2 * i], spans[2 * i + 1]) for i in range(calls.value)], waited_s.value
 
 
 def _undecodable(found: Sequence[Matrix], sections: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Positioned reads from files in one call: a thread that reads an expert takes the interpreter lock once, not once a request.
+"""Positioned reads from files without the interpreter lock: in one call, or by native threads while experts are computed.
 
 What is promised, and why there is a bounce buffer, says `vismoe/store/files.py`.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from vismoe.kernels.library import function
 
-ENDED_EARLY, CHANGED = -1, -2  # what a call may return beside an error's number; 0: all was read
+DONE, ENDED_EARLY, CHANGED = 0, -1, -2  # what ends a read; above: an error's number
 
 Piece = tuple[int, int]  # address and bytes of memory to fill
 
@@ -41,18 +41,49 @@ class File(ctypes.Structure):
     )
 
 
-class _Read(ctypes.Structure):
+class FileAccess(ctypes.Structure):
+    """How files are read: past the page cache by a bounce buffer of so many bytes, whole blocks, or (0) through it. Reads past it
+    return a multiple of a logical block, except at the end of a file."""
+
     _fields_ = (
         ("files", ctypes.c_void_p),
-        ("stretches", ctypes.c_void_p),
-        ("pieces", ctypes.c_void_p),
-        ("bounce", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
+        ("read", ctypes.c_void_p),
         ("bounce_bytes", ctypes.c_int64),
         ("block_bytes", ctypes.c_int64),
         ("logical_block_bytes", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, files: "ctypes.Array[File]", bounce_bytes: int, block_bytes: int, logical_block_bytes: int) -> "FileAccess":
+        """`files` must stay."""
+        spoiled = system_read and ctypes.cast(system_read, ctypes.c_void_p)
+        return cls(ctypes.addressof(files), spoiled, bounce_bytes, block_bytes, logical_block_bytes)
+
+
+class _OnDisk(ctypes.Structure):
+    _fields_ = (
+        ("way", FileAccess),
+        ("stretches", ctypes.c_void_p),
+        ("pieces", ctypes.c_void_p),
+        ("first_stretch", ctypes.c_void_p),
+        ("first_piece", ctypes.c_void_p),
+    )
+
+
+class Arrival(ctypes.Structure):
+    """A record that is read while others are computed; csrc/read.h. `at`: which of the call's records."""
+
+    _fields_ = (
+        ("of", ctypes.c_void_p),
+        ("expert", ctypes.c_int64),
+        ("record", ctypes.c_void_p),
+        ("at", ctypes.c_int64),
+        ("ended", ctypes.c_int64),
         ("failed", ctypes.c_int64),
-        ("read", ctypes.c_void_p),
+        ("reader", ctypes.c_int64),
+        ("done", ctypes.c_int64),
+        ("began_s", ctypes.c_double),
+        ("ended_s", ctypes.c_double),
     )
 
 
@@ -60,7 +91,9 @@ class _Read(ctypes.Structure):
 SystemRead = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 system_read: Any = None  # a SystemRead in place of the system's, to test what happens when it fails
 
-_read = function("vismoe_read", [ctypes.POINTER(_Read)], ctypes.c_int64)
+_PLACE = ctypes.c_void_p
+_read = function("vismoe_read", [ctypes.POINTER(FileAccess), _PLACE, ctypes.c_int64, _PLACE, _PLACE, _PLACE], ctypes.c_int64)
+_start_readers = function("vismoe_start_readers", [ctypes.c_size_t])
 
 
 def piece_of(memory: np.ndarray) -> Piece:
@@ -68,30 +101,44 @@ def piece_of(memory: np.ndarray) -> Piece:
     return memory.__array_interface__["data"][0], memory.nbytes
 
 
-def read(
-    files: "ctypes.Array[File]",
-    stretches: Sequence[Stretch],
-    bounce: np.ndarray | None,
-    block_bytes: int,
-    logical_block_bytes: int,
-) -> tuple[int, int]:
-    """Fill the pieces of all stretches -> (what ended it, the stretch that failed).
-
-    `bounce`: uint8, on a block and whole blocks long, where the files are read past the page cache. `logical_block_bytes`: of
-    which such a read returns a multiple, except at the end of a file. The files' states are compared after the last read.
-    """
+def read(way: FileAccess, stretches: Sequence[Stretch], bounce: np.ndarray | None) -> tuple[int, int]:
+    """Fill the pieces of all stretches -> (what ended it, the stretch that failed). The files' states are compared after the last
+    read. `bounce`: uint8, of the way's size, on a block."""
     whereabouts = np.array([(one.file, one.offset_bytes, len(one.pieces)) for one in stretches], np.int64)
     pieces = np.array([piece for one in stretches for piece in one.pieces], np.uint64)
-    given = _Read(
-        ctypes.addressof(files),
-        whereabouts.ctypes.data,
-        pieces.ctypes.data,
-        None if bounce is None else bounce.ctypes.data,
-        len(stretches),
-        0 if bounce is None else len(bounce),
-        block_bytes,
-        logical_block_bytes,
-        0,
-        system_read and ctypes.cast(system_read, ctypes.c_void_p),
-    )
-    return _read()(ctypes.byref(given)), given.failed
+    failed = ctypes.c_int64()
+    places = whereabouts.ctypes.data, len(stretches), pieces.ctypes.data, None if bounce is None else bounce.ctypes.data
+    return _read()(ctypes.byref(way), *places, ctypes.byref(failed)), failed.value
+
+
+def start_readers(threads: int) -> None:
+    """So many native threads at least read what arrives from now on."""
+    _start_readers()(threads)
+
+
+class OnDisk:
+    """Where experts lie in files, for native threads: `stretches` of each expert, whose pieces are (begin in the record, bytes).
+    No stretches: that expert is not read so."""
+
+    def __init__(self, way: FileAccess, stretches: Sequence[Sequence[Stretch]], keep: Any):
+        """`keep`: what the way's files belong to."""
+        self._keep = keep
+        self.stretches = stretches
+        every = [stretch for of_expert in stretches for stretch in of_expert]
+        self._arrays = (
+            np.array([(one.file, one.offset_bytes, len(one.pieces)) for one in every], np.int64),
+            np.array([piece for one in every for piece in one.pieces], np.int64),
+            np.cumsum([0, *map(len, stretches)]),
+            np.cumsum([0, *(sum(len(one.pieces) for one in of_expert) for of_expert in stretches)]),
+        )
+        self._native = _OnDisk(way, *(array.ctypes.data for array in self._arrays))
+        self._at = ctypes.addressof(self._native)
+
+    def arrival(self, expert: int, record: int) -> Arrival:
+        """Of an expert, by its number here, in the record at this address. This table must stay until it is done."""
+        return Arrival(self._at, expert, record)
+
+
+def side_by_side(arrivals: Sequence[Arrival]) -> "ctypes.Array[Arrival]":
+    """Copies of them for one call."""
+    return (Arrival * len(arrivals))(*arrivals)

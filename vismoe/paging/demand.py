@@ -12,11 +12,14 @@ slab. Where slabs hold two formats, a resident copy that is more precise than de
 waits, borrows a better copy, or uses it (upgrading.py).
 """
 
+import ctypes
+import threading
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from vismoe.errors import ClosedError, TransferError
+from vismoe.kernels.read import Arrival, side_by_side
 from vismoe.paging.host_compute import HostCompute
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Ways
@@ -45,6 +48,7 @@ class Demand:
         high: np.ndarray | None = None,
         first: Sequence[int] = (),
         ways: Ways | None = None,
+        by_reading: bool = False,
     ):
         """`experts` (ascending ids) of `layer`. `ways`: what else than waiting may be done about misses; the others as of
         `Pager.demand`."""
@@ -60,6 +64,10 @@ class Demand:
         self._upgrading = Upgrading(core, layer, high, first) if table.pool.precision is not None else None
         wanted_in = self._upgrading.precision if self._upgrading is not None else None
         self.host_compute = HostCompute(core, layer, ways, wanted_in) if ways is not None else None
+        one_format = self._upgrading is None and ways is None
+        self._by_reading = by_reading and one_format and keep is None and not core.streams
+        self.reading: list[Ticket] = []  # its copies that native threads make, once they are lent as `coming`
+        self._coming: ctypes.Array[Arrival] | None = None
         self._stall_s = self._began_s = 0.0
         self._streaming = core.streaming[core.inventory.layers[layer].geometry]
         self._fixed: Collection[int] | None = None  # in a streamed decode pass, what stays
@@ -104,6 +112,7 @@ class Demand:
             self._issue()
         if core.streams:
             core.stream_after(self._layer)
+        self._by_reading = False  # what is asked for from now on would not be lent as `coming`
 
     def next_group(self, in_order: bool) -> Group:
         """What can be computed now; empty: nothing, before a copy has arrived."""
@@ -113,6 +122,42 @@ class Demand:
         if not group and self.absent:
             self._issue(must=in_order and self.todo[0] not in self.tickets)
         return group
+
+    def with_coming(self) -> Group:
+        """What can be computed now, and the copies that native threads make meanwhile; once, before `next_group`."""
+        here = self._lend(in_order=False)
+        slab_of = {ticket.expert.expert: ticket.slab for ticket in self.reading}
+        slab_of.update(zip(here.experts, here.slabs.tolist()))
+        experts = sorted(slab_of)
+        group = Group(experts, self._table.pool, np.array([slab_of[expert] for expert in experts], dtype=np.int32))
+        arrivals = []
+        for ticket in self.reading:
+            assert ticket.reading is not None
+            ticket.runner, arrival = threading.get_ident(), ticket.reading.arrival
+            arrival.at = experts.index(ticket.expert.expert)
+            arrivals.append(arrival)
+        group.coming = self._coming = side_by_side(arrivals)
+        return group
+
+    def read(self, group: Group) -> None:
+        """A group with what was coming was computed, but for what could not be read: for that, raises as `waited`."""
+        failed, waited_s = self._end_reading(), group.waited_s
+        if failed:
+            there = [i for i, expert in enumerate(group.experts) if expert not in failed]
+            group = Group([group.experts[i] for i in there], self._table.pool, group.slabs[there])
+        self.computed(group)
+        self.waited(waited_s)
+
+    def _end_reading(self) -> set[int]:
+        """Native threads have read, or never begun -> the experts that are not there."""
+        reading, self.reading = self.reading, []
+        if not reading:
+            return set()
+        arrivals = self._coming if self._coming is not None else [ticket.reading.arrival for ticket in reading if ticket.reading]
+        for ticket, arrival in zip(reading, arrivals, strict=True):
+            self._core.read(ticket, arrival)
+        self._core.link.wake()
+        return {ticket.expert.expert for ticket in reading if not ticket.done or ticket.error is not None}
 
     def computed(self, group: Group, seconds: float | None = None) -> None:
         """A group, or a part of one, was computed; its slabs protect themselves by what they are worth from now on. seconds: what
@@ -181,6 +226,7 @@ class Demand:
         """The layer is computed, or its demand was left early: nothing stays protected, and copies under way end as ordinary
         residents. What waiting says about the cost of a miss, and about the guess it waited behind, goes into the ledger, unless
         promises were under way too."""
+        self._end_reading()
         if self.todo:
             self._leave_early()
             return
@@ -287,8 +333,11 @@ class Demand:
             self._start_load(expert, room._replace(ring=room.ring and streaming))
 
     def _start_load(self, expert: int, room: Room, borrowed: bool = False) -> None:
-        self.tickets[expert] = ticket = self._core.start_load(ExpertId(self._layer, expert), room, borrowed)
+        ticket = self._core.start_load(ExpertId(self._layer, expert), room, borrowed, self._by_reading)
+        self.tickets[expert] = ticket
         self._asked.add(ticket)
+        if ticket.reading is not None:
+            self.reading.append(ticket)
 
     def _give_up_last(self, streaming: bool, precision: int) -> Room | None:
         table = self._table

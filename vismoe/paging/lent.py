@@ -1,11 +1,13 @@
 """What the pager hands out: experts that can be computed now, by their weights or by the addresses of their records."""
 
+import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from vismoe.kernels.read import Arrival
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH
@@ -24,12 +26,15 @@ class Group:
     """Experts of one layer that lie in the slabs of one geometry, good until the next group is asked for. Iterate for their
     weights. `precision`: which format of a pair all of a pool of one format are in; None: there is no pair, or the pool knows."""
 
-    __slots__ = ("_pool", "_precision", "experts", "on_host", "slabs")
+    __slots__ = ("_pool", "_precision", "coming", "experts", "on_host", "slabs", "spans", "waited_s")
 
     def __init__(
         self, experts: list[int], pool: SlabPool | Slabs, slabs: np.ndarray, on_host: bool = False, precision: int | None = None
     ):
         self.experts, self._pool, self.slabs, self.on_host, self._precision = experts, pool, slabs, on_host, precision
+        self.coming: ctypes.Array[Arrival] | None = None  # what is read while the others are computed
+        self.spans: list[tuple[float, float]] = []  # when such a group was computed, in parts
+        self.waited_s = 0.0  # for it, while nothing was there to compute
 
     def __len__(self) -> int:
         return len(self.experts)

@@ -123,6 +123,7 @@ class Pager:
         tokens: Sequence[int] | None = None,
         high: np.ndarray | None = None,
         first: Sequence[int] = (),
+        by_reading: bool = False,
     ) -> "Lease":
         """Borrow `experts` (ascending ids) of `layer` with `with`. A pass of several rows, of one request or of many, demands
         their union once: `counted` and `tokens` say what the rows asked for, and of which request a row is makes no difference.
@@ -132,8 +133,9 @@ class Pager:
         `tokens`: how many tokens chose each of `experts` (None: one).
         `high`: bool `[E]`, which are to be computed in the more precise format, where there are two (None: all).
         `first`: which shall have it first where not all can, the most important first.
+        `by_reading`: the first group may have experts that are `coming`.
         """
-        demand = Demand(self.core, layer, experts, keep, counted, tokens, high, first, self.ways)
+        demand = Demand(self.core, layer, experts, keep, counted, tokens, high, first, self.ways, by_reading)
         return Lease(self, demand, layer)
 
     def without_demand(self, layers: Sequence[int], compute: Callable[[list[Use]], Sequence[Computed]]) -> Sequence[Computed]:
@@ -300,7 +302,9 @@ class Pager:
     def repair(self) -> None:
         """After an interrupt: keep what is certain. In whichever thread makes the next change."""
         self.transfer.wait_for_queued()  # into slabs that are free from now on, perhaps
-        interrupted = self._serving.thread if self._serving is not None else None
+        serving = self._serving  # its call still runs, perhaps, and native threads read for it
+        over = serving is not None and (serving.thread == threading.get_ident() or serving.ended)
+        interrupted = serving.thread if serving is not None and over else None
         in_flight = self.core.tickets.values()
         self.core.repair([ticket for ticket in in_flight if ticket.runner not in (None, interrupted) and not ticket.done])
         self.transfer.wake()
@@ -310,7 +314,7 @@ class Pager:
             return
         if self.timeline is not None and ticket.began_s:
             self.timeline.span(
-                threading.current_thread().name,
+                ticket.lane or threading.current_thread().name,
                 "prefetch" if ticket.speculative else "copy",
                 ticket.began_s,
                 ticket.ended_s,
@@ -365,6 +369,10 @@ class Lease:
         """
         make, demand = self._pager.changes.make, self.demand
         geometry = self._pager.inventory.layers[self._layer].geometry
+        if demand.reading and (group := make(demand.with_coming)).coming is not None:
+            asked_s = time.perf_counter()
+            yield group
+            self._read(group, asked_s)
         while demand.todo:
             group = make(demand.next_group, in_order)
             if not group:
@@ -380,6 +388,19 @@ class Lease:
                 name = f"layer {self._layer}" + (" on host" if group.on_host else "")
                 self._pager.timeline.span(COMPUTE, name, began_s, ended_s, experts=group.experts)
             make(demand.computed, group, ended_s - began_s)
+
+    def _read(self, group: Group, asked_s: float) -> None:
+        """A group with experts that were coming was computed, as far as they could be read."""
+        pager, name = self._pager, f"layer {self._layer}"
+        self._compute_s += sum(ended_s - began_s for began_s, ended_s in group.spans)
+        if pager.timeline is not None:
+            for began_s, ended_s in group.spans:
+                pager.timeline.span(COMPUTE, name, began_s, ended_s, experts=group.experts)
+            nothing_there = group.coming is not None and len(group.coming) == len(group)
+            waits = itertools.pairwise([(asked_s, asked_s), *group.spans] if nothing_there else group.spans)
+            for (_, began_s), (ended_s, _) in waits:
+                pager.timeline.span("stall", name, began_s, ended_s)
+        pager.changes.make(self.demand.read, group)
 
     def _wait(self, tickets: list[Ticket]) -> None:
         """Until one of `tickets`, or if there are none any copy at all, has ended; a failed one raises TransferError."""

@@ -29,15 +29,17 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from vismoe.errors import ClosedError
+from vismoe.kernels.read import Arrival
 from vismoe.metrics import Metrics
 from vismoe.paging.miss import CpuPace, Upgrades, Ways
 from vismoe.paging.page_table import LOADING, NO_EXPERT, RESIDENT, RING_MOST, PageTable, Room
 from vismoe.paging.promises import COUNTERS, Promises, Stage
 from vismoe.paging.speculation import Ledger, Wanted, prefetch_order
 from vismoe.paging.streaming import Streaming
-from vismoe.paging.tickets import Ticket
+from vismoe.paging.tickets import Moved, Ticket
 from vismoe.paging.transitions import Transitions
 from vismoe.pools.pool import SlabPool
+from vismoe.store.expert_store import NativeRead
 from vismoe.types import HIGH, ExpertId, ExpertInventory, Phase
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,10 @@ class Link:
         whoever copies has to be told, and waited for."""
         return False
 
+    def reading(self, ticket: Ticket) -> NativeRead | None:
+        """How native threads make a demanded copy while experts are computed; None: they do not."""
+        return None
+
     def can_queue(self, geometry: int, experts: np.ndarray | None = None) -> bool:
         """Whether `queue_all` takes these experts `[n]` (flat); None: some of the geometry's."""
         return False
@@ -79,6 +85,9 @@ class Link:
 
     def arrive(self, geometry: int, slabs: np.ndarray) -> None:
         """What is queued on the device from now on sees what was queued to be copied into these slabs."""
+
+    def finished(self, ticket: Ticket) -> None:
+        """A copy has ended that was not made by what carries out copies."""
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         """The computation that used these slabs was queued; a copy into one of them must wait for it."""
@@ -377,13 +386,14 @@ class Residency:
         if self.streams:
             return self._next_ahead()
         full = sum(ticket.speculative for ticket in self.tickets.values()) >= self.unasked_at_once
-        if self.promises and (self.promises.stage is not Stage.VERIFYING or not full):
+        demanded = any(ticket.reading is not None for ticket in self.tickets.values())  # and read by native threads
+        if self.promises and (self.promises.stage is not Stage.VERIFYING or not (full or demanded)):
             promised = self._next_promise()
             if promised is not None:
                 return promised
         if full:
             return None
-        return self._next_guess() or self._next_admission() or self._next_to_fill()
+        return self._next_guess() or (None if demanded else self._next_admission() or self._next_to_fill())
 
     def next_transition(self) -> Ticket | None:
         """The next expert that belongs in the other format, and a slab for it."""
@@ -543,11 +553,38 @@ class Residency:
         self.check_open()
         return self._settled(self.table_of[layer].make_room(layer, self.window, streaming, must, precision))
 
-    def start_load(self, expert: ExpertId, room: Room, borrowed: bool = False) -> Ticket:
-        """Queue a demanded copy."""
+    def start_load(self, expert: ExpertId, room: Room, borrowed: bool = False, by_reading: bool = False) -> Ticket:
+        """Queue a demanded copy; `by_reading`: where native threads can make it, it waits for the demand to let them."""
         table = self.table_of[expert.layer]
         table.begin_load(table.flat(expert), room.slab, ring=room.ring, demanded=True, borrowed=borrowed)
-        return self.submit(self._ticket(expert, room.slab))
+        ticket = self._ticket(expert, room.slab)
+        if by_reading:
+            self.check_open()
+            ticket.reading = self.link.reading(ticket)
+        if ticket.reading is None:
+            return self.submit(ticket)
+        return ticket
+
+    def read(self, ticket: Ticket, arrival: Arrival) -> None:
+        """What native threads were to read is there, or failed, as the arrival says; if they did not begin, it is queued."""
+        reading, ticket.reading = ticket.reading, None
+        assert reading is not None
+        if not arrival.done and not self.closed:
+            try:
+                self.submit(ticket)
+            except ClosedError as error:
+                ticket.error = error
+            else:
+                return
+        ticket.began_s, ticket.ended_s, ticket.lane = arrival.began_s, arrival.ended_s, f"vismoe-reader-{arrival.reader}"
+        try:
+            ticket.error = reading.error(arrival) if arrival.done else ClosedError("the engine was closed before the copy began")
+        except Exception as error:  # as where workers copy: the demand that needs the expert raises it
+            ticket.error = error
+        if ticket.error is None:
+            ticket.moved = Moved(disk_bytes=reading.nbytes)
+        ticket.done = True
+        self.link.finished(ticket)
 
     def submit(self, ticket: Ticket) -> Ticket:
         """Queue a copy that something waits for."""

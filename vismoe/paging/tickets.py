@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from vismoe.store.expert_store import NativeRead
 from vismoe.types import ExpertId
 
 
@@ -29,4 +30,6 @@ class Ticket:
     done: bool = False
     queued: bool = False  # on the device, which lets what reads the slab wait; `began_s` and `ended_s` are estimates
     error: BaseException | None = None
+    lane: str = ""  # of a timeline; empty: the thread that says that it has ended
+    reading: NativeRead | None = None  # how the thread that waits for it lets native threads read it; None: a worker copies it
     moved: Moved = field(default_factory=Moved)

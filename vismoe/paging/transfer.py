@@ -1,5 +1,6 @@
 """Copies in flight: threads, tickets, and the only place where they, CUDA streams and events are touched.
 
+On a CPU native threads make the copies of a decode pass's demands, inside the call that computes (demand.py).
 A worker asks the residency core for the next copy: demands first, in the order they were issued; while none is queued the
 prefetch that is worth most at that moment, so a guess never waits in a queue and never ages.
 A thread that waits for a demand runs queued demands itself instead of sleeping.
@@ -33,7 +34,7 @@ from vismoe.pools.cuda_copies import copier
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
-from vismoe.store.expert_store import ExpertStore
+from vismoe.store.expert_store import ExpertStore, NativeRead
 from vismoe.types import HIGH
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,10 @@ class Mover(Protocol):
     def queue(self, ticket: Ticket, pool: Slabs) -> Moved | None:
         """Queue a copy on the device and return, by the thread that runs the model; the ticket gets the time that the link needs
         for it. None: not possible, `move` it."""
+        return None
+
+    def reading(self, ticket: Ticket, pool: Slabs) -> NativeRead | None:
+        """How native threads make this copy while experts are computed on the CPU; None: `move` it."""
         return None
 
     def can_queue(self, geometry: int, experts: np.ndarray | None = None) -> bool:
@@ -102,6 +107,10 @@ class DiskMover(Mover):
     def __init__(self, *stores: ExpertStore):
         """A store for each format that slabs hold, the more precise first."""
         self._stores = stores
+
+    def reading(self, ticket: Ticket, pool: Slabs) -> NativeRead | None:
+        store = self._stores[pool.precision_of(ticket.slab)]
+        return store.reading(ticket.expert, int(pool.addresses[ticket.slab]))
 
     def move(self, ticket: Ticket, pool: Slabs) -> Moved:
         store = self._stores[pool.precision_of(ticket.slab)]
@@ -372,6 +381,9 @@ class Transfer(Link):
     def bytes_per_s(self) -> float | None:
         return self._mover.bytes_per_s
 
+    def reading(self, ticket: Ticket) -> NativeRead | None:
+        return self._mover.reading(ticket, self._core.tables[ticket.geometry].pool)
+
     def can_queue(self, geometry: int, experts: np.ndarray | None = None) -> bool:
         return self._mover.can_queue(geometry, experts)
 
@@ -384,6 +396,9 @@ class Transfer(Link):
                 f"{len(experts)} experts could not be brought in: {error}. "
                 "This request failed; the engine can go on with the next one."
             ) from error
+
+    def finished(self, ticket: Ticket) -> None:
+        self._finished(ticket)
 
     def arrive(self, geometry: int, slabs: np.ndarray) -> None:
         self._mover.arrive(geometry, slabs)

@@ -103,6 +103,12 @@ class CheckpointStore(StoreOnDisk):
             raise naming_expert(expert, error) from error
         return nbytes
 
+    def _stretches(self, expert: ExpertId) -> Sequence[Stretch]:
+        calls = self._reads[expert.layer][expert.expert]
+        if any(stretch.bounces for call in calls for stretch in call):
+            return ()
+        return [stretch.into((0, 0)) for call in calls for stretch in call]
+
 
 def _rearrange(bounce: _Bounce, record: torch.Tensor, scratch: torch.Tensor) -> None:
     """Rearrange and cast a part from this thread's scratch into the record in one copy."""

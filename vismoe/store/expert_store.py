@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from vismoe.errors import CheckpointError
+from vismoe.kernels.read import Arrival, OnDisk, Stretch
 from vismoe.store.file_state import FileState
 from vismoe.store.files import CheckpointFiles, FileOnDisk, OpenFiles
 from vismoe.store.safetensors_header import AGAIN
@@ -41,9 +43,34 @@ class ExpertStore(Protocol):
         """
         ...
 
+    def reading(self, expert: ExpertId, address: int) -> "NativeRead | None":
+        """How a native thread reads an expert into the record at this address; None: by `read` only. Raises ClosedError."""
+
     def close(self) -> None:
         """Release the files; reading afterwards raises ClosedError."""
         ...
+
+
+@dataclass(frozen=True)
+class NativeRead:
+    """One expert on its way into a record, by a native thread; `on_disk` must stay until it is there."""
+
+    expert: ExpertId
+    on_disk: OnDisk
+    files: OpenFiles
+    stretches: Sequence[Stretch]
+    arrival: Arrival  # to be copied into a call's
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stretch.nbytes for stretch in self.stretches)
+
+    def error(self, arrival: Arrival) -> CheckpointError | None:
+        """What ended it early, as the arrival says; None: it is there."""
+        if not arrival.ended:
+            return None
+        failed = self.stretches[arrival.failed]
+        return naming_expert(self.expert, self.files.error_of(arrival.ended, failed.file, failed.offset_bytes, failed.nbytes))
 
 
 class StoreOnDisk:
@@ -86,6 +113,34 @@ class StoreOnDisk:
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
         """As ExpertStore.read."""
         raise NotImplementedError
+
+    def reading(self, expert: ExpertId, address: int) -> NativeRead | None:
+        """As ExpertStore.reading. What the page cache lacks is read past it the first time, by `read`."""
+        files = self._files.hold().for_more
+        known, on_disk, first = self._files.derived.get(self._derived_as, (None, None, ()))
+        if known is not files:
+            every = [ExpertId(layer.index, e) for layer in self.inventory.layers for e in range(layer.num_experts)]
+            on_disk = OnDisk(files.way, [self._stretches(each) for each in every], files)
+            first = [0, *accumulate(layer.num_experts for layer in self.inventory.layers)]
+            self._files.derived[self._derived_as] = files, on_disk, first
+        number = first[expert.layer] + expert.expert
+        stretches = on_disk.stretches[number]
+        if not stretches or not self._may_skip(expert) or not self._files.hold().were_read(stretches):
+            return None
+        return NativeRead(expert, on_disk, files, stretches, on_disk.arrival(number, address))
+
+    def _stretches(self, expert: ExpertId) -> Sequence[Stretch]:
+        """Of an expert, whose pieces are (begin in the record, bytes); none where more is to be done than reading."""
+        raise NotImplementedError
+
+    @property
+    def _derived_as(self) -> int:
+        """By which stores over the same files differ in `_stretches`."""
+        return 0
+
+    def _may_skip(self, expert: ExpertId) -> bool:
+        """Whether nothing is to be done about the expert but to read it."""
+        return True
 
     def close(self) -> None:
         """Refuse further reads with ClosedError; the last running read closes the files."""

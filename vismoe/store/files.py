@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vismoe.errors import CheckpointError, ClosedError
-from vismoe.kernels.read import CHANGED, ENDED_EARLY, File, Stretch, piece_of, read
+from vismoe.kernels.read import CHANGED, ENDED_EARLY, File, FileAccess, Stretch, piece_of, read
 from vismoe.pools.advice import block_buffer, buffer_bytes
 from vismoe.store.file_state import FileChangedError, FileState, examined
 from vismoe.store.page_cache import cached_bytes
@@ -157,6 +157,15 @@ class OpenFiles:
         except OSError:  # a filesystem that cannot tell
             return True
 
+    @property
+    def for_more(self) -> "OpenFiles":
+        """What reads that were made before are made through from now on."""
+        return self._cached or self
+
+    def were_read(self, stretches: Sequence[Stretch]) -> bool:
+        """Whether `for_more` serves these."""
+        return self._cached is None or all((one.file, one.offset_bytes) in self._seen for one in stretches)
+
     def expect(self, file: int, offsets: Sequence[int], nbytes: int) -> None:
         """Announce reads of `nbytes` at each of `offsets`, so that the disk can begin with all of them. Past the page cache it
         cannot."""
@@ -178,17 +187,26 @@ class OpenFiles:
     def _read(self, stretches: Sequence[Stretch]) -> None:
         if not stretches:
             return
-        bounce = self._bounce.memory if self._bounce_bytes else None
-        ended, number = read(self._native, stretches, bounce, BLOCK_BYTES, LOGICAL_BLOCK_BYTES)
-        if not ended:
-            return
-        failed = stretches[number]
+        ended, number = read(self.way, stretches, self._bounce.memory if self._bounce_bytes else None)
+        if ended:
+            failed = stretches[number]
+            raise self.error_of(ended, failed.file, failed.offset_bytes, failed.nbytes)
+
+    @property
+    def way(self) -> FileAccess:
+        """How native code reads these files, which this object must outlive."""
+        return FileAccess.of(self._native, self._bounce_bytes, BLOCK_BYTES, LOGICAL_BLOCK_BYTES)
+
+    def error_of(self, ended: int, file: int, offset_bytes: int, nbytes: int) -> CheckpointError:
+        """What ended a read of so many bytes early."""
         if ended == CHANGED:
-            self.refuse_changed(failed.file)
-        elif ended == ENDED_EARLY:
-            raise self._ended_early(failed.file, failed.offset_bytes, failed.nbytes)
-        else:
-            raise self._failed(failed.file, failed.offset_bytes, failed.nbytes, OSError(ended, os.strerror(ended)))
+            try:
+                self.refuse_changed(file)
+            except CheckpointError as error:
+                return error
+        if ended in (CHANGED, ENDED_EARLY):
+            return self._ended_early(file, offset_bytes, nbytes)
+        return self._failed(file, offset_bytes, nbytes, OSError(ended, os.strerror(ended)))
 
     def _failed(self, file: int, offset_bytes: int, wanted_bytes: int, error: OSError) -> CheckpointError:
         return CheckpointError(
@@ -214,6 +232,7 @@ class CheckpointFiles:
 
     def __init__(self, files: Sequence[FileOnDisk], again: str = AGAIN):
         self.files, self._again = tuple(files), again
+        self.derived: dict[int, Any] = {}  # what belongs to the open files and holds them; gone when they are closed
         try:
             self._open: OpenFiles | None = OpenFiles(files, os.O_RDONLY, again=again)
         except OSError as error:
@@ -262,6 +281,7 @@ class CheckpointFiles:
     def close(self) -> None:
         """Refuse further reads; the last running read closes the files."""
         self._open = None
+        self.derived = {}
 
     def _cannot_open(self, error: OSError) -> CheckpointError:
         return CheckpointError(f"{error.filename} cannot be opened: {error.strerror}. Fix: {self._again}")

@@ -8,6 +8,7 @@ was requested, or raises CheckpointError with the expert, the file and the offse
 
 import copy
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from vismoe.errors import CheckpointError
 from vismoe.kernels.checksum import crc32c
+from vismoe.kernels.read import Stretch
 from vismoe.pools.advice import block_buffer, buffer_bytes
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import StoreOnDisk, naming_expert
@@ -152,6 +154,19 @@ class PackedStore(StoreOnDisk):
         except CheckpointError as error:
             raise naming_expert(expert, error) from error
         return stored.nbytes
+
+    def _stretches(self, expert: ExpertId) -> Sequence[Stretch]:
+        if expert.layer < self._encoded_from and self.contents.codec(expert.layer).fixed_bytes is None:
+            return ()  # it is decoded
+        stored = self._index.records[self._index.position(expert)]
+        return [Stretch(stored.file, stored.offset_bytes, [(0, stored.nbytes)])]
+
+    @property
+    def _derived_as(self) -> int:
+        return self._encoded_from
+
+    def _may_skip(self, expert: ExpertId) -> bool:
+        return bool(self._verified[self._index.position(expert)])
 
     def _fetch(self, files: OpenFiles, expert: ExpertId, stored: StoredRecord, into: np.ndarray) -> None:
         files.fill(stored.file, stored.offset_bytes, into)

@@ -1,40 +1,26 @@
-// Positioned reads from files, all that an expert takes in one call. vismoe/store/files.py says what is promised.
+#include "read.h"
 
+#include <pthread.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/types.h>
-#include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdint>
+#include <chrono>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
+#include <thread>
 #include <vector>
 
 #include "api.h"
 
-// The structures of vismoe/kernels/read.py.
-struct File {
-  std::int64_t descriptor, bytes, mtime_ns, ctime_ns;
-  std::uint64_t inode, device;
-};
-struct Stretch {
-  std::int64_t file, offset, pieces;  // pieces: how many of those given are its own
-};
-struct Read {
-  const File* files;
-  const Stretch* stretches;
-  const iovec* pieces;
-  std::uint8_t* bounce;  // on a block, whole blocks long; null: the files are read through the page cache
-  std::int64_t count, bounce_bytes, block_bytes, logical_block_bytes;
-  std::int64_t failed;  // after a failure: its stretch
-  // preadv, with the error's number below zero; null: the system's.
-  ssize_t (*read)(int descriptor, const iovec* pieces, int count, std::int64_t offset);
-};
-
+namespace vismoe {
 namespace {
 
-constexpr std::int64_t kDone = 0, kEndedEarly = -1, kChanged = -2;  // above: an error's number
-constexpr std::size_t kMostPieces = 1024;                           // that the system takes at once
+constexpr std::size_t kMostPieces = 1024;        // that the system takes at once
+constexpr std::size_t kHugePage = std::size_t{2} << 20;  // into which a disk reads fastest (docs/benchmark.md)
 
 ssize_t system_read(int descriptor, const iovec* pieces, int count, std::int64_t offset) {
   ssize_t got;
@@ -43,28 +29,29 @@ ssize_t system_read(int descriptor, const iovec* pieces, int count, std::int64_t
   return got < 0 ? -errno : got;
 }
 
-struct Reader {
-  const Read& of;
+struct Reading {
+  const FileAccess& way;
+  std::uint8_t* bounce;
 
   ssize_t once(const File& file, const iovec* pieces, std::size_t count, std::int64_t offset) const {
-    const auto read = of.read != nullptr ? of.read : system_read;
+    const auto read = way.read != nullptr ? way.read : system_read;
     return read(static_cast<int>(file.descriptor), pieces, static_cast<int>(std::min(count, kMostPieces)), offset);
   }
 
   bool in_blocks(std::int64_t offset, const iovec* pieces, std::int64_t count) const {
     std::uint64_t rest = static_cast<std::uint64_t>(offset);
     for (std::int64_t p = 0; p < count; p++) rest |= reinterpret_cast<std::uintptr_t>(pieces[p].iov_base) | pieces[p].iov_len;
-    return rest % static_cast<std::uint64_t>(of.block_bytes) == 0;  // blocks are a power of two
+    return rest % static_cast<std::uint64_t>(way.block_bytes) == 0;  // blocks are a power of two
   }
 
   // Straight into the pieces.
   std::int64_t straight(const File& file, std::int64_t offset, std::int64_t wanted, std::vector<iovec> left) const {
     auto first = left.begin();
     for (std::int64_t done = 0; done < wanted;) {
-      ssize_t got = once(file, &*first, static_cast<std::size_t>(left.end() - first), offset + done);
+      const ssize_t got = once(file, &*first, static_cast<std::size_t>(left.end() - first), offset + done);
       if (got < 0) return -got;
       done += got;
-      if (done < wanted && (got == 0 || (of.bounce != nullptr && got % of.logical_block_bytes != 0))) return kEndedEarly;
+      if (done < wanted && (got == 0 || (way.bounce_bytes > 0 && got % way.logical_block_bytes != 0))) return kEndedEarly;
       for (auto rest = static_cast<std::size_t>(got); rest > 0 || (first != left.end() && first->iov_len == 0);) {
         const std::size_t taken = std::min(rest, first->iov_len);
         first->iov_base = static_cast<std::uint8_t*>(first->iov_base) + taken;
@@ -72,64 +59,188 @@ struct Reader {
         if (first->iov_len == 0) first++;
       }
     }
-    return kDone;
+    return kReadDone;
   }
 
   // Whole blocks into the bounce buffer, and from there.
   std::int64_t bounced(const File& file, std::int64_t begin, std::int64_t wanted, const iovec* piece) const {
-    const std::int64_t end = begin + wanted, block = of.block_bytes;
+    const std::int64_t end = begin + wanted, block = way.block_bytes;
     std::size_t filled = 0;  // of this piece
     for (std::int64_t at = begin / block * block; at < end;) {
-      const iovec into{of.bounce, static_cast<std::size_t>(std::min(of.bounce_bytes, (end - at + block - 1) / block * block))};
+      const iovec into{bounce, static_cast<std::size_t>(std::min(way.bounce_bytes, (end - at + block - 1) / block * block))};
       const ssize_t got = once(file, &into, 1, at);
       if (got < 0) return -got;
-      if (got == 0 || (got % of.logical_block_bytes != 0 && at + got < end)) return kEndedEarly;
+      if (got == 0 || (got % way.logical_block_bytes != 0 && at + got < end)) return kEndedEarly;
       const std::int64_t last = std::min<std::int64_t>(got, end - at);
       for (std::int64_t from = std::max<std::int64_t>(begin - at, 0); from < last;) {
         const std::size_t taken = std::min(static_cast<std::size_t>(last - from), piece->iov_len - filled);
-        std::memcpy(static_cast<std::uint8_t*>(piece->iov_base) + filled, of.bounce + from, taken);
+        std::memcpy(static_cast<std::uint8_t*>(piece->iov_base) + filled, bounce + from, taken);
         from += static_cast<std::int64_t>(taken), filled += taken;
         if (filled == piece->iov_len) piece++, filled = 0;
       }
       at += got;
     }
-    return kDone;
-  }
-
-  bool is_as_before(const File& file) const {
-    struct stat now;
-    if (fstat(static_cast<int>(file.descriptor), &now) != 0) return false;
-#if defined(__APPLE__)
-    const timespec &mtime = now.st_mtimespec, &ctime = now.st_ctimespec;
-#else
-    const timespec &mtime = now.st_mtim, &ctime = now.st_ctim;
-#endif
-    const auto in_ns = [](const timespec& time) { return std::int64_t{1000000000} * time.tv_sec + time.tv_nsec; };
-    return now.st_size == file.bytes && in_ns(mtime) == file.mtime_ns && in_ns(ctime) == file.ctime_ns &&
-           static_cast<std::uint64_t>(now.st_ino) == file.inode && static_cast<std::uint64_t>(now.st_dev) == file.device;
+    return kReadDone;
   }
 };
 
+std::int64_t compared(const File& file) {
+  struct stat now;
+  if (fstat(static_cast<int>(file.descriptor), &now) != 0) return errno;
+#if defined(__APPLE__)
+  const timespec &mtime = now.st_mtimespec, &ctime = now.st_ctimespec;
+#else
+  const timespec &mtime = now.st_mtim, &ctime = now.st_ctim;
+#endif
+  const auto in_ns = [](const timespec& time) { return std::int64_t{1000000000} * time.tv_sec + time.tv_nsec; };
+  const bool same = now.st_size == file.bytes && in_ns(mtime) == file.mtime_ns && in_ns(ctime) == file.ctime_ns &&
+                    static_cast<std::uint64_t>(now.st_ino) == file.inode && static_cast<std::uint64_t>(now.st_dev) == file.device;
+  return same ? kReadDone : kChanged;
+}
+
+// Of one thread; huge pages where the system has them.
+class Bounce {
+ public:
+  std::uint8_t* of(std::int64_t bytes) {
+    if (static_cast<std::size_t>(bytes) > bytes_) {
+      bytes_ = 0;
+      const std::size_t pages = (static_cast<std::size_t>(bytes) + kHugePage - 1) / kHugePage * kHugePage;
+      memory_.reset(static_cast<std::uint8_t*>(std::aligned_alloc(kHugePage, pages)));
+      if (!memory_) throw std::bad_alloc();
+      bytes_ = pages;
+#if defined(MADV_HUGEPAGE)
+      madvise(memory_.get(), bytes_, MADV_HUGEPAGE);
+#endif
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(std::uint8_t* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<std::uint8_t, Free> memory_;
+  std::size_t bytes_ = 0;
+};
+
+Readers* readers = nullptr;
+
 }  // namespace
 
-// Fills all pieces and compares the files' states afterwards; returns what ended it, `failed` says where.
-VISMOE_API std::int64_t vismoe_read(Read* reads) {
-  const Reader reader{*reads};
-  const iovec* pieces = reads->pieces;
-  for (std::int64_t& s = reads->failed = 0; s < reads->count; s++) {
-    const Stretch& stretch = reads->stretches[s];
-    const File& file = reads->files[stretch.file];
+std::int64_t read_all(const FileAccess& way, const Stretch* stretches, std::int64_t count, const iovec* pieces, std::uint8_t* bounce,
+                      std::int64_t* failed) {
+  const Reading reading{way, bounce};
+  for (std::int64_t& s = *failed = 0; s < count; s++) {
+    const Stretch& stretch = stretches[s];
+    const File& file = way.files[stretch.file];
     std::int64_t wanted = 0;
     for (std::int64_t p = 0; p < stretch.pieces; p++) wanted += static_cast<std::int64_t>(pieces[p].iov_len);
-    const bool bounced = reads->bounce != nullptr && !reader.in_blocks(stretch.offset, pieces, stretch.pieces);
-    const std::int64_t ended = bounced ? reader.bounced(file, stretch.offset, wanted, pieces)
-                                       : reader.straight(file, stretch.offset, wanted, {pieces, pieces + stretch.pieces});
-    if (ended != kDone) return ended;
+    const bool bounced = way.bounce_bytes > 0 && !reading.in_blocks(stretch.offset, pieces, stretch.pieces);
+    const std::int64_t ended = bounced ? reading.bounced(file, stretch.offset, wanted, pieces)
+                                       : reading.straight(file, stretch.offset, wanted, {pieces, pieces + stretch.pieces});
+    if (ended != kReadDone) return ended;
     pieces += stretch.pieces;
   }
-  for (std::int64_t& s = reads->failed = 0; s < reads->count; s++) {
-    const std::int64_t file = reads->stretches[s].file;
-    if ((s == 0 || file != reads->stretches[s - 1].file) && !reader.is_as_before(reads->files[file])) return kChanged;
+  for (std::int64_t& s = *failed = 0; s < count; s++) {
+    const std::int64_t file = stretches[s].file;
+    if (s > 0 && file == stretches[s - 1].file) continue;
+    if (const std::int64_t found = compared(way.files[file])) return found;
   }
-  return kDone;
+  return kReadDone;
 }
+
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+void Readers::at_least(std::size_t threads) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  wanted_ = std::max(wanted_, threads);
+}
+
+void Readers::begin(Arrival* arrivals, std::size_t count) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (; started_ < wanted_; started_++) {
+    try {
+      std::thread(&Readers::serve, this, static_cast<std::int64_t>(started_)).detach();
+    } catch (...) {
+      if (started_ == 0) throw;
+      break;  // fewer read
+    }
+  }
+  std::deque<Arrival*> more;
+  for (std::size_t i = 0; i < count; i++) more.push_back(arrivals + i);
+  waiting_.insert(waiting_.end(), more.begin(), more.end());  // all or, where memory is short, none
+  wake_.notify_all();
+}
+
+bool Readers::wait(const Arrival* arrivals, std::size_t count, std::uint8_t* seen, bool block) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    bool found = false, left = false;
+    for (std::size_t i = 0; i < count; i++) {
+      if (seen[i]) continue;
+      (arrivals[i].done ? found : left) = true;
+      seen[i] = arrivals[i].done != 0;
+    }
+    if (found || !left || !block) return found;
+    arrived_.wait(lock);
+  }
+}
+
+void Readers::serve(std::int64_t number) {
+  Bounce bounce;
+  std::vector<iovec> pieces;
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [this] { return !waiting_.empty(); });
+    Arrival& arrival = *waiting_.front();
+    waiting_.pop_front();
+    lock.unlock();
+    const double began_s = now_s();
+    const OnDisk& of = *arrival.of;
+    const std::int64_t stretch = of.first_stretch[arrival.expert], count = of.first_stretch[arrival.expert + 1] - stretch;
+    std::int64_t ended, failed = 0;
+    try {
+      pieces.clear();
+      for (std::int64_t p = of.first_piece[arrival.expert]; p < of.first_piece[arrival.expert + 1]; p++)
+        pieces.push_back({arrival.record + of.pieces[p].begin, static_cast<std::size_t>(of.pieces[p].bytes)});
+      std::uint8_t* memory = of.way.bounce_bytes > 0 ? bounce.of(of.way.bounce_bytes) : nullptr;
+      ended = read_all(of.way, of.stretches + stretch, count, pieces.data(), memory, &failed);
+    } catch (const std::bad_alloc&) {
+      ended = ENOMEM;
+    }
+    lock.lock();
+    arrival.began_s = began_s, arrival.ended_s = now_s();
+    arrival.ended = ended, arrival.failed = failed, arrival.reader = number;
+    arrival.done = 1;
+    arrived_.notify_all();
+  }
+}
+
+// A forked child has none of its parent's threads.
+void readers_begin_anew() {
+  Readers* fresh = new Readers;
+  fresh->wanted_ = readers->wanted_;
+  readers = fresh;
+}
+
+Readers& the_readers() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    readers = new Readers;
+    pthread_atfork(nullptr, nullptr, readers_begin_anew);
+  });
+  return *readers;
+}
+
+}  // namespace vismoe
+
+using namespace vismoe;
+
+// Fills all pieces of `count` stretches; returns what ended it (read.h), and which of them failed.
+VISMOE_API std::int64_t vismoe_read(const FileAccess* way, const Stretch* stretches, std::int64_t count, const iovec* pieces,
+                                    std::uint8_t* bounce, std::int64_t* failed) {
+  return read_all(*way, stretches, count, pieces, bounce, failed);
+}
+
+// So many threads at least read what arrives from now on.
+VISMOE_API void vismoe_start_readers(std::size_t threads) { the_readers().at_least(threads); }

@@ -44,7 +44,8 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
     spare_bytes = hardware.free_host_bytes - held_bytes * hardware.local_world_size
     choices = _choose(needs, settings, hardware, spare_bytes, reads)
     if choices.cold_direct:
-        needs = dataclasses.replace(needs, scratch_bytes=needs.scratch_bytes + reads.bounce_bytes)
+        buffers = 2 if hardware.device == "cpu" else 1  # beside each thread that copies a native one reads (kernels/read.py)
+        needs = dataclasses.replace(needs, scratch_bytes=needs.scratch_bytes + buffers * reads.bounce_bytes)
     host_share = min(1.0, sum(draft.host_slabs) / max(1, draft.total_experts))
     cached = hardware.device == "cpu" and not choices.direct_reads and fits_page_cache(reads.stored_bytes, spare_bytes)
     bytes_per_s = read_rate(settings, needs.inventory, reads, choices.direct_reads, cached)

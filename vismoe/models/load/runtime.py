@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from vismoe.errors import ConfigError, VisMoEError
 from vismoe.kernels.gpu.lossless import DecodingRing, GpuDecoder, ring_slots
+from vismoe.kernels.read import start_readers
 from vismoe.lookahead.lookahead import Lookahead
 from vismoe.metrics import Metrics
 from vismoe.models.family.components import is_vision
@@ -338,6 +339,7 @@ def _mover(configuration: Configuration, tiers: Tiers) -> Mover:
     inventory, encoded = configuration.experts.inventory, configuration.experts.encoded
     emulated = configuration.settings.emulated_link_bytes_per_s
     if emulated is None and device.type != "cuda":
+        start_readers(plan.io_threads + 1)  # as many as copy, with the thread that waits
         return DiskMover(*stores)
     records = (plan.host_slabs, plan.low_host_slabs)[: len(stores)]
     layouts = (encoded or inventory.layouts, inventory.low_layouts)[: len(stores)]

@@ -138,6 +138,9 @@ class FastWork:
         self.experts, self._starts, self._tokens, places = cpu.route(routing, num_experts)
         self._factors = factors.detach().float().numpy().ravel()[places]
 
+    def __len__(self) -> int:
+        return len(self._tokens)
+
     @property
     def tokens(self) -> list[int]:
         return np.diff(self._starts).tolist()
@@ -157,7 +160,13 @@ class FastWork:
 
     def parts_of(self, group: Group) -> torch.Tensor:
         """The rows float32 `[n, H]` of a group's experts, expert by expert."""
-        return self._parts(Records(group.experts, group.addresses, group.precisions), self._pairs(group.experts))
+        records, pairs = Records(group.experts, group.addresses, group.precisions), self._pairs(group.experts)
+        if group.coming is None:
+            return self._parts(records, pairs)
+        out = torch.empty(len(self._tokens) if pairs is None else len(pairs), self._hidden.shape[1], dtype=torch.float32)
+        call = self._call(records.experts, records.addresses, pairs)
+        group.spans, group.waited_s = self._kernel.parts(*call, self._hidden, out, records.precisions, coming=group.coming)
+        return out
 
     def _added(self, lease: Lending) -> torch.Tensor:
         out = torch.zeros(self._hidden.shape, dtype=torch.float32)

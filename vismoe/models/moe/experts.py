@@ -20,6 +20,7 @@ from vismoe.errors import BusyError, UnsupportedModelError
 from vismoe.kernels.decoder_layer import Cached, DecoderLayer
 from vismoe.models.family.families import expert_modules
 from vismoe.models.moe.captured_pass import captured_pass
+from vismoe.models.moe.compute import PAIRS_PER_CALL, FastWork
 from vismoe.models.moe.draft_pool import DraftPool
 from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.gpu_experts import GpuExperts, GpuWork
@@ -199,7 +200,9 @@ class PagedLayer:
             work.whole = self.whole
         keep = None if decoding else _last_tokens_experts(step, routing)
         tokens = work.tokens if pager.ways is not None or high is not None else None
-        with pager.demand(layer, work.experts, keep, _real_tokens_experts(step, routing), tokens, high, first) as lease:
+        by_reading = isinstance(work, FastWork) and decoding and len(work) <= PAIRS_PER_CALL
+        real = _real_tokens_experts(step, routing)
+        with pager.demand(layer, work.experts, keep, real, tokens, high, first, by_reading) as lease:
             if step.phase is not Phase.ENCODE and not step.beside:
                 self._show(step, routed, factors_of_routed, hidden)
             return work.run(lease, in_order=not decoding)

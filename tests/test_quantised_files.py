@@ -337,7 +337,7 @@ def test_an_expert_takes_a_read_for_each_stretch_of_its_file(kind, tmp_path, mon
     store = store_of(tmp_path, torch.bfloat16)
     expert = ExpertId(1, 3)
     read, reads = OpenFiles._read, []
-    monkeypatch.setattr(OpenFiles, "_read", lambda self, *args: reads.append(args) or read(self, *args))
+    monkeypatch.setattr(OpenFiles, "_read", lambda self, *args: reads.extend(*args) or read(self, *args))
     record = record_for(store, expert)
     nbytes = store.read(expert, record)
     assert len(reads) == READS[kind]

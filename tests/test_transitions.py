@@ -279,7 +279,7 @@ def test_importance_computes_everybody_in_the_format_it_wants(slabs, order, thre
 @pytest.mark.parametrize("below", ["cpu", "auto"])
 @pytest.mark.parametrize(("slabs", "host_records"), [((2, 2), 3), ((3, 5), 12), ((9, 7), 48)])
 def test_importance_computes_misses_below_in_the_format_it_wants(slabs, host_records, below):
-    steps = (4000 if host_records == 3 else 1000) * MORE  # three records are seldom there when asked for
+    steps = (2500 if host_records == 3 else 1000) * MORE  # three records are seldom there when asked for
     bench = walk(12, steps, Bench([8] * 6, [0] * 6, [slabs], importance=True, below=below, host_records=host_records, threads=2))
     counts = bench.pager.metrics.snapshot()
     least = host_records if below == "cpu" else -1  # auto computes where a copy would be late, which is up to the machine

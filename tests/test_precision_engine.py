@@ -188,6 +188,7 @@ def test_formats_that_are_computed_are_those_that_are_said(packed):
         engine.check_integrity()
 
 
+@pytest.mark.budget(4)
 @torch.inference_mode()
 @pytest.mark.parametrize(("formats", "retention"), [("4/0", 0.75), ("4/2", 1.0)])
 def test_misses_computed_below_change_no_bit_of_a_policy(packed, formats, retention):

@@ -34,7 +34,6 @@ def test_properties_of_a_prompt_are_what_can_be_counted_by_hand():
     assert alone["text"] == 0
 
 
-@pytest.mark.budget(20)
 def test_the_command_says_which_properties_a_model_has(tmp_path, capsys):
     assert main(["--questions", "9", "--work", str(tmp_path), "--seed", "7"]) == 0
     *shown, last = capsys.readouterr().out.splitlines()

@@ -11,7 +11,7 @@ import numpy as np
 
 from vismoe.kernels.library import function
 
-DONE, ENDED_EARLY, CHANGED = 0, -1, -2  # what ends a read; above: an error's number
+ENDED_EARLY, CHANGED = -1, -2  # what ends a read beside an error's number; 0: all is there
 
 Piece = tuple[int, int]  # address and bytes of memory to fill
 

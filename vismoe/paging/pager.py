@@ -369,7 +369,8 @@ class Lease:
         """
         make, demand = self._pager.changes.make, self.demand
         geometry = self._pager.inventory.layers[self._layer].geometry
-        if demand.reading and (group := make(demand.with_coming)).coming is not None:
+        if demand.reading:
+            group = make(demand.with_coming)
             asked_s = time.perf_counter()
             yield group
             self._read(group, asked_s)

@@ -569,16 +569,12 @@ class Residency:
         """What native threads were to read is there, or failed, as the arrival says; if they did not begin, it is queued."""
         reading, ticket.reading = ticket.reading, None
         assert reading is not None
-        if not arrival.done and not self.closed:
-            try:
-                self.submit(ticket)
-            except ClosedError as error:
-                ticket.error = error
-            else:
-                return
-        ticket.began_s, ticket.ended_s, ticket.lane = arrival.began_s, arrival.ended_s, f"vismoe-reader-{arrival.reader}"
         try:
-            ticket.error = reading.error(arrival) if arrival.done else ClosedError("the engine was closed before the copy began")
+            if not arrival.done:
+                self.submit(ticket)
+                return
+            ticket.began_s, ticket.ended_s, ticket.lane = arrival.began_s, arrival.ended_s, f"vismoe-reader-{arrival.reader}"
+            ticket.error = reading.error(arrival)
         except Exception as error:  # as where workers copy: the demand that needs the expert raises it
             ticket.error = error
         if ticket.error is None:

@@ -19,11 +19,11 @@ class Arriving {
     the_readers().begin(arrivals, count);
   }
   ~Arriving() {
-    while (wait(true)) {
+    while (wait()) {
     }
   }
 
-  bool wait(bool block) { return the_readers().wait(arrivals_, seen_.size(), seen_.data(), block); }
+  bool wait() { return the_readers().wait(arrivals_, seen_.size(), seen_.data()); }
   bool has(std::size_t a) const { return seen_[a] != 0; }
 
  private:
@@ -35,7 +35,8 @@ class Arriving {
 
 // What vismoe_experts computes, out [P, H], of records of which those that `arrivals` [count] name are read first, by threads: the
 // others are computed at once, then in each call what has arrived. Results are the same in any order. spans [2 * (count + 1)]: when
-// each call began and ended. calls: how many. waited_s: seconds in which nothing was there to compute. Returns as vismoe_experts; what could not be read is not computed.
+// each call began and ended. calls: how many. waited_s: seconds in which nothing was there to compute. Returns as
+// vismoe_experts; what could not be read is not computed.
 VISMOE_API std::int32_t vismoe_experts_arriving(const Expert* experts, std::size_t formats, std::size_t n,
                                                 const std::uint64_t* addresses, const std::uint8_t* precisions,
                                                 const std::int32_t* starts, const std::int32_t* tokens, const float* factors,
@@ -83,7 +84,7 @@ VISMOE_API std::int32_t vismoe_experts_arriving(const Expert* experts, std::size
       now.clear();
     }
     const double waits_s = now_s();
-    if (!arriving.wait(true)) return 0;
+    if (!arriving.wait()) return 0;
     *waited_s += now_s() - waits_s;
     for (std::size_t a = 0; a < count; a++) {
       const auto at = static_cast<std::size_t>(arrivals[a].at);

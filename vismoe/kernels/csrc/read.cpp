@@ -172,7 +172,7 @@ void Readers::begin(Arrival* arrivals, std::size_t count) {
   wake_.notify_all();
 }
 
-bool Readers::wait(const Arrival* arrivals, std::size_t count, std::uint8_t* seen, bool block) {
+bool Readers::wait(const Arrival* arrivals, std::size_t count, std::uint8_t* seen) {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     bool found = false, left = false;
@@ -181,7 +181,7 @@ bool Readers::wait(const Arrival* arrivals, std::size_t count, std::uint8_t* see
       (arrivals[i].done ? found : left) = true;
       seen[i] = arrivals[i].done != 0;
     }
-    if (found || !left || !block) return found;
+    if (found || !left) return found;
     arrived_.wait(lock);
   }
 }

@@ -60,7 +60,7 @@ class Readers {
  public:
   void begin(Arrival* arrivals, std::size_t count);
   // Returns when one is done that `seen` [count] does not have, and sets those; false where all had been seen.
-  bool wait(const Arrival* arrivals, std::size_t count, std::uint8_t* seen, bool block);
+  bool wait(const Arrival* arrivals, std::size_t count, std::uint8_t* seen);
   void at_least(std::size_t threads);
 
  private:

@@ -160,13 +160,8 @@ class FastWork:
 
     def parts_of(self, group: Group) -> torch.Tensor:
         """The rows float32 `[n, H]` of a group's experts, expert by expert."""
-        records, pairs = Records(group.experts, group.addresses, group.precisions), self._pairs(group.experts)
-        if group.coming is None:
-            return self._parts(records, pairs)
-        out = torch.empty(len(self._tokens) if pairs is None else len(pairs), self._hidden.shape[1], dtype=torch.float32)
-        call = self._call(records.experts, records.addresses, pairs)
-        group.spans, group.waited_s = self._kernel.parts(*call, self._hidden, out, records.precisions, coming=group.coming)
-        return out
+        records = Records(group.experts, group.addresses, group.precisions)
+        return self._parts(records, self._pairs(group.experts), group)
 
     def _added(self, lease: Lending) -> torch.Tensor:
         out = torch.zeros(self._hidden.shape, dtype=torch.float32)
@@ -192,11 +187,15 @@ class FastWork:
         cpu.combine(parts, self._tokens, out)
         return out
 
-    def _parts(self, records: Records, pairs: np.ndarray | None) -> torch.Tensor:
+    def _parts(self, records: Records, pairs: np.ndarray | None, group: Group | None = None) -> torch.Tensor:
+        """`group`: whose records they are, of which some may be coming; then all take one call."""
         count = len(self._tokens) if pairs is None else len(pairs)
         out = torch.empty(count, self._hidden.shape[1], dtype=torch.float32)
         for rows, call, precisions in self._calls(records, pairs):
-            self._kernel.parts(*call, self._hidden, out[rows], precisions)
+            coming = None if group is None else group.coming
+            timed = self._kernel.parts(*call, self._hidden, out[rows], precisions, coming=coming)
+            if group is not None:
+                group.spans, group.waited_s = timed
         return out
 
     def _pairs(self, experts: list[int]) -> np.ndarray | None:

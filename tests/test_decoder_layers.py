@@ -28,6 +28,7 @@ from vismoe.models.moe.routers import serve_routers
 from vismoe.models.moe.rows import RowsCache, shared_pass
 from vismoe.models.visual import growing_cache
 from vismoe.models.visual.growing_cache import GrowingLayer, grow_in_place
+from vismoe.models.visual.prune import VisualPruner
 from vismoe.models.visual.pruned_cache import PrunedLayer
 
 pytestmark = pytest.mark.skipif(cpu.available() == ("portable",), reason="this processor has no attention kernel")
@@ -123,6 +124,16 @@ def test_one_call_computes_all_layers_whose_experts_are_resident(twins, at_once)
 
 
 PROMPTS, STEPS = torch.arange(3, 60)[None], [1] * 6
+
+
+@torch.inference_mode()
+def test_layers_behind_which_visual_tokens_may_be_dropped_are_computed_at_once_too(tmp_path, at_once):
+    folder = tiny_models.without_windows(tiny_models.save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16))
+    whole = Twin(folder, True, True, memory="100%", lookahead="none", context=600)
+    assert isinstance(whole.context.pruner, VisualPruner)
+    for _ in range(2):  # the first one brings the experts in
+        whole.passes(PROMPTS, STEPS)
+    assert at_once[-1] == len(list(served_layers(whole.model))) > 1
 
 
 def doubled(layer, twin):

@@ -210,6 +210,15 @@ def test_removal_gives_the_model_back():
     assert all(map(torch.equal, converse(model, turns), expected))
 
 
+def test_only_passes_with_dropped_tokens_are_listened_to_behind_prune_layer():
+    model, turns = build(), CONVERSATIONS["one image"]
+    pruner, layers = pruner_of(model), model.model.language_model.layers
+    for pruning in (None, HALF, None):
+        pruner.pruning = pruning
+        converse(model, turns)
+        assert [bool(layer._forward_pre_hooks) for layer in layers] == [pruning is HALF and n > 0 for n in range(len(layers))]
+
+
 def test_the_images_of_a_pass_that_failed_are_not_taken_for_the_next_ones():
     model, first, second = build(), turn([2, (2, 3), 3], seed=1), turn([2, (2, 3), 3], seed=2)
     pruner = pruner_of(model)
@@ -286,7 +295,8 @@ def test_the_selection_gets_what_the_routers_chose_and_the_tower_found(monkeypat
 
 def test_merged_tokens_become_the_average_of_those_that_join_them(monkeypatch):
     model, inputs, states = build(), turn([2, (2, 3), 3]), []
-    pruner = pruner_of(model, 2)  # its hook runs before the one below
+    pruner = pruner_of(model, 2)
+    # Behind the pruner's own hook, which comes before any other.
     model.model.language_model.layers[2].register_forward_pre_hook(lambda layer, args: states.append(args[0][0]))
     into = np.array([1, -1, 1, 1, 2, -1])
     monkeypatch.setattr(prune, "select", lambda *args: Selection(np.array([1, 2, 4]), merged_into=into))

@@ -6,6 +6,7 @@ A reference holds every parameter in fresh memory, because float32 results depen
 """
 
 import inspect
+import json
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -228,6 +229,17 @@ def save(
                 if ".experts." in name and tensor.ndim == 3:
                     tensors[name] = tensor.transpose(1, 2).contiguous()
             save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def without_windows(folder: Path) -> Path:
+    """A saved model whose attention sees all tokens, as every real Qwen3 does."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["sliding_window"] = None
+    if "layer_types" in text:
+        text["layer_types"] = ["full_attention"] * len(text["layer_types"])
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

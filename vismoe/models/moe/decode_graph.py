@@ -34,7 +34,6 @@ from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.own_forward import give_forward
 from vismoe.models.moe.step_context import StepContext
 from vismoe.models.visual.growing_cache import GrowingLayer
-from vismoe.models.visual.prune import Narrowing
 from vismoe.pools.readback import Readback
 from vismoe.types import Phase, stack_of
 
@@ -43,7 +42,6 @@ logger = logging.getLogger(__name__)
 WARM_PASSES = 3  # before one is captured: by then every program is compiled, and short answers pay nothing
 MASK = "attention_mask"
 POSITIONS = ("position_ids", "cache_position")  # inputs that change from pass to pass, beside the token
-OURS = (gate.Capture, Narrowing)  # hooks that are asked again, or do nothing in passes that are captured
 
 
 class DecodeGraphs:
@@ -152,7 +150,7 @@ class DecodeGraphs:
         context, example = self._context, Example()
         modules = [one for one in module.modules() if one is not module]
         self._hooks = [hooks for one in modules for hooks in (one._forward_pre_hooks, one._forward_hooks)]
-        shown = [hook for hooks in self._hooks for hook in hooks.values() if type(hook) not in OURS]
+        shown = [hook for hooks in self._hooks for hook in hooks.values() if type(hook) is not gate.Capture]
         if listens(dict(enumerate(shown))):
             return None
         kinds = {f"a {type(layer).__name__} in its cache" for layer in cache.layers if not isinstance(layer, GrowingLayer)}

@@ -100,7 +100,7 @@ class VisualPruner:
         self.on_pruned: Callable[[np.ndarray], None] | None = None
         self.images = EncodedImages(model)
         self._pruning: Pruning | None = None
-        self._decoder, self._linear = decoder, linear
+        self._decoder, self._layers, self._linear = decoder, layers, linear
         self._kinds: torch.Tensor | None = None
         self._pass: PrunedPass | None = None
         self._rows: KeptRows | None = None  # the rows that layers from prune_layer on see; None: all
@@ -108,14 +108,15 @@ class VisualPruner:
         self._hooks = [
             model.register_forward_pre_hook(self._note_kinds, with_kwargs=True),
             model.register_forward_hook(self._forget_failed, always_call=True),
-            # Prepended because other hooks read `dropping`.
+            # Prepended because other hooks read `dropping`. Those below are, since others look at what layers are given.
             decoder.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
         ]
         self._experts = [(is_vision(path), experts) for layer in layers[:prune_layer] for path, experts in expert_modules(layer)]
         self._most_experts = max((int(experts.num_experts) for _, experts in self._experts), default=0)  # type: ignore[arg-type]
-        self._noting: list[Any] = []  # hooks, only while a pass drops tokens: others would pay for them
-        for index in range(prune_layer, len(layers)):
-            self._hooks.append(layers[index].register_forward_pre_hook(Narrowing(self, index), with_kwargs=True))
+        # Hooks that are there only in passes that need them, while tokens can be dropped, and where layers see kept rows only:
+        # other passes would pay for them, and their layers are computed several in a call (decoder_layers.py).
+        self._noting: list[Any] = []
+        self._narrowing: list[Any] = []
         setattr(decoder, PRUNED_BY, self)
         self._join = getattr(decoder, "_deepstack_process", None)
         if self._join is not None:
@@ -181,7 +182,7 @@ class VisualPruner:
     def remove(self) -> None:
         """Undo the changes to the model."""
         self._collect(None)
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._narrowing):
             hook.remove()
         self.images.remove()
         self._decoder.__dict__.pop("_deepstack_process", None)
@@ -237,6 +238,16 @@ class VisualPruner:
         elif past and isinstance(pruned := _layer_of(cache, self.prune_layer), PrunedLayer):
             tokens = embeddings if embeddings is not None else kwargs["input_ids"]
             self._rows = KeptRows(tokens.shape[:2], past, None, pruned.positions(), pruned.padded, self._flat_masks)
+        self._narrow_if(not self.idle)
+
+    def _narrow_if(self, narrowed: bool) -> None:
+        """Listen to the layers from prune_layer on, or no longer."""
+        while self._narrowing and not narrowed:
+            self._narrowing.pop().remove()
+        if narrowed and not self._narrowing:
+            for index in range(self.prune_layer, len(self._layers)):
+                hook = self._layers[index].register_forward_pre_hook(Narrowing(self, index), with_kwargs=True, prepend=True)
+                self._narrowing.append(hook)
 
     def _refuse_cut_image(self, step: PrunedPass) -> None:
         """Raises InputError if an image continues from the previous pass, since the tokens of an image are selected together."""

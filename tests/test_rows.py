@@ -15,7 +15,7 @@ from vismoe.kernels import cpu, rows
 from vismoe.lookahead.gate import biases_of
 from vismoe.models.moe.norms import NormForm, norm_form, serve_norms
 from vismoe.models.moe.rotary import is_known, serve_rotations
-from vismoe.models.moe.routers import router_of, serve_routers
+from vismoe.models.moe.routers import _largest_softmax, router_of, serve_routers
 
 SERVED = (serve_norms, serve_routers, serve_rotations)
 
@@ -154,6 +154,16 @@ def test_routers_are_known_by_their_numbers(monkeypatch):
     assert router_of(Choosing(), {}) is not None and router_of(Choosing(2.5), {}) is not None
     others = (Doubled(), Reading(), nn.LayerNorm(8), nn.Embedding(8, 8))
     assert [router_of(module, {}) for module in others] == [None] * len(others)
+
+
+@torch.no_grad()
+def test_a_choice_is_known_whatever_experts_with_equal_logits_are_called():
+    torch.manual_seed(6)
+    gate = next(module for module in build("qwen3_moe").modules() if "Router" in type(module).__name__)
+    half = len(gate.weight) // 2
+    gate.weight[half:] = gate.weight[:half]  # torch's order of equal ones is not by id
+    router = router_of(gate, {})
+    assert router is not None and router.func is _largest_softmax
 
 
 @torch.inference_mode()

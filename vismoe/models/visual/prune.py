@@ -16,6 +16,7 @@ or keep 1.0, runs exactly as without pruning.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -65,16 +66,6 @@ class PrunedPass:
         """Addresses of the experts that the visual tokens chose: int64 `[V, A]`, -1 for none."""
         addresses = [np.where(ids < 0, -1, layer * most_experts + ids) for layer, ids in enumerate(self.routing)]
         return np.concatenate([np.empty((int(self.visual.sum()), 0), np.int64), *addresses], axis=1)
-
-
-class Narrowing:
-    """A hook of a decoder layer behind which tokens may be dropped."""
-
-    def __init__(self, pruner: "VisualPruner", index: int):
-        self._pruner, self._index = pruner, index
-
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        return self._pruner.narrow(self._index, args, kwargs)
 
 
 class VisualPruner:
@@ -242,12 +233,14 @@ class VisualPruner:
 
     def _narrow_if(self, narrowed: bool) -> None:
         """Listen to the layers from prune_layer on, or no longer."""
-        while self._narrowing and not narrowed:
+        layers = self._layers[self.prune_layer :] if narrowed else ()
+        if len(layers) == len(self._narrowing):
+            return
+        while self._narrowing:  # as well what is left of an interrupted pass
             self._narrowing.pop().remove()
-        if narrowed and not self._narrowing:
-            for index in range(self.prune_layer, len(self._layers)):
-                hook = self._layers[index].register_forward_pre_hook(Narrowing(self, index), with_kwargs=True, prepend=True)
-                self._narrowing.append(hook)
+        for index, layer in enumerate(layers, self.prune_layer):
+            hook = layer.register_forward_pre_hook(partial(self._narrow, index), with_kwargs=True, prepend=True)
+            self._narrowing.append(hook)
 
     def _refuse_cut_image(self, step: PrunedPass) -> None:
         """Raises InputError if an image continues from the previous pass, since the tokens of an image are selected together."""
@@ -320,8 +313,8 @@ class VisualPruner:
         return list(zip(edges, edges[1:], images, strict=False))
 
     # -- from prune_layer on
-    def narrow(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """What layer `index` is to be given in place of these; None: these."""
+    def _narrow(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """A hook of decoder layer `index`: what it is to be given in place of these; None: these."""
         if self._pass is not None:
             args, kwargs = self._drop(self._pass, args, kwargs)
         return None if self._rows is None else self._handed(index, self._rows, args, kwargs)

@@ -99,15 +99,15 @@ class VisualPruner:
         self._hooks = [
             model.register_forward_pre_hook(self._note_kinds, with_kwargs=True),
             model.register_forward_hook(self._forget_failed, always_call=True),
-            # Prepended because other hooks read `dropping`. Those below are, since others look at what layers are given.
+            # Prepended because other hooks read `dropping`.
             decoder.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
         ]
         self._experts = [(is_vision(path), experts) for layer in layers[:prune_layer] for path, experts in expert_modules(layer)]
         self._most_experts = max((int(experts.num_experts) for _, experts in self._experts), default=0)  # type: ignore[arg-type]
-        # Hooks that are there only in passes that need them, while tokens can be dropped, and where layers see kept rows only:
-        # other passes would pay for them, and their layers are computed several in a call (decoder_layers.py).
-        self._noting: list[Any] = []
-        self._narrowing: list[Any] = []
+        # Hooks that are there only in passes that need them. Others would pay for them: a layer's hook ends the call that
+        # computes several layers (decoder_layers.py).
+        self._noting: list[Any] = []  # of experts, until tokens are dropped
+        self._narrowing: list[Any] = []  # of layers from prune_layer on
         setattr(decoder, PRUNED_BY, self)
         self._join = getattr(decoder, "_deepstack_process", None)
         if self._join is not None:
@@ -229,11 +229,12 @@ class VisualPruner:
         elif past and isinstance(pruned := _layer_of(cache, self.prune_layer), PrunedLayer):
             tokens = embeddings if embeddings is not None else kwargs["input_ids"]
             self._rows = KeptRows(tokens.shape[:2], past, None, pruned.positions(), pruned.padded, self._flat_masks)
-        self._narrow_if(not self.idle)
+        self._listen_to_layers()
 
-    def _narrow_if(self, narrowed: bool) -> None:
-        """Listen to the layers from prune_layer on, or no longer."""
-        layers = self._layers[self.prune_layer :] if narrowed else ()
+    def _listen_to_layers(self) -> None:
+        """Listen to the layers from prune_layer on if this pass needs it. Before other hooks, which look at what layers are
+        given."""
+        layers = () if self.idle else self._layers[self.prune_layer :]
         if len(layers) == len(self._narrowing):
             return
         while self._narrowing:  # as well what is left of an interrupted pass

@@ -110,10 +110,14 @@ class Section:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """How one expert lies in a contiguous, 64-byte aligned record. Equal layouts are one geometry and share a pool."""
+    """How one expert lies in a contiguous, 64-byte aligned record. Equal layouts are one geometry and share a pool.
+
+    room_bytes: of the record's, a power of two: the sections begin at any byte of so many in a slab, which `SlabPool.place` says.
+    """
 
     sections: tuple[Section, ...]
     record_bytes: int
+    room_bytes: int = 0
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> "RecordLayout":
@@ -123,6 +127,10 @@ class RecordLayout:
             sections.append(Section(name, offset, tuple(shape), dtypes[name]))
             offset = aligned(offset + sections[-1].nbytes)
         return cls(tuple(sections), offset)
+
+    def with_room(self, room_bytes: int) -> "RecordLayout":
+        """The same for slabs that begin on multiples of `room_bytes`."""
+        return RecordLayout(self.sections, aligned(self.record_bytes, room_bytes) + room_bytes, room_bytes)
 
     @cached_property
     def payload_bytes(self) -> int:

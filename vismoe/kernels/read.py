@@ -43,7 +43,8 @@ class File(ctypes.Structure):
 
 class FileAccess(ctypes.Structure):
     """How files are read: past the page cache by a bounce buffer of so many bytes, whole blocks, or (0) through it. Reads past it
-    return a multiple of a logical block, except at the end of a file."""
+    return a multiple of a logical block, except at the end of a file. They go straight to where memory has the alignment
+    `memory_bytes` that their place in the file has, but for the blocks at their edges."""
 
     _fields_ = (
         ("files", ctypes.c_void_p),
@@ -51,13 +52,16 @@ class FileAccess(ctypes.Structure):
         ("bounce_bytes", ctypes.c_int64),
         ("block_bytes", ctypes.c_int64),
         ("logical_block_bytes", ctypes.c_int64),
+        ("memory_bytes", ctypes.c_int64),
     )
 
     @classmethod
-    def of(cls, files: "ctypes.Array[File]", bounce_bytes: int, block_bytes: int, logical_block_bytes: int) -> "FileAccess":
+    def of(
+        cls, files: "ctypes.Array[File]", bounce_bytes: int, block_bytes: int, logical_block_bytes: int, memory_bytes: int
+    ) -> "FileAccess":
         """`files` must stay."""
         spoiled = system_read and ctypes.cast(system_read, ctypes.c_void_p)
-        return cls(ctypes.addressof(files), spoiled, bounce_bytes, block_bytes, logical_block_bytes)
+        return cls(ctypes.addressof(files), spoiled, bounce_bytes, block_bytes, logical_block_bytes, memory_bytes)
 
 
 class _OnDisk(ctypes.Structure):
@@ -93,6 +97,7 @@ system_read: Any = None  # a SystemRead in place of the system's, to test what h
 
 _PLACE = ctypes.c_void_p
 _read = function("vismoe_read", [ctypes.POINTER(FileAccess), _PLACE, ctypes.c_int64, _PLACE, _PLACE, _PLACE], ctypes.c_int64)
+_memory_alignment = function("vismoe_memory_alignment", [ctypes.c_int64], ctypes.c_int64)
 _start_readers = function("vismoe_start_readers", [ctypes.c_size_t])
 
 
@@ -109,6 +114,11 @@ def read(way: FileAccess, stretches: Sequence[Stretch], bounce: np.ndarray | Non
     failed = ctypes.c_int64()
     places = whereabouts.ctypes.data, len(stretches), pieces.ctypes.data, None if bounce is None else bounce.ctypes.data
     return _read()(ctypes.byref(way), *places, ctypes.byref(failed)), failed.value
+
+
+def memory_alignment(descriptor: int) -> int:
+    """To what memory has to be aligned that this file is read into past the page cache; 0: the system does not say."""
+    return _memory_alignment()(descriptor)
 
 
 def start_readers(threads: int) -> None:

@@ -109,12 +109,16 @@ class DiskMover(Mover):
         self._stores = stores
 
     def reading(self, ticket: Ticket, pool: Slabs) -> NativeRead | None:
-        store = self._stores[pool.precision_of(ticket.slab)]
-        return store.reading(ticket.expert, int(pool.addresses[ticket.slab]))
+        return self._placing(ticket, pool).reading(ticket.expert, int(pool.addresses[ticket.slab]))
 
     def move(self, ticket: Ticket, pool: Slabs) -> Moved:
+        return Moved(disk_bytes=self._placing(ticket, pool).read(ticket.expert, pool.record(ticket.slab)))
+
+    def _placing(self, ticket: Ticket, pool: Slabs) -> ExpertStore:
+        """The store of the expert, whose slab has a place for its record then."""
         store = self._stores[pool.precision_of(ticket.slab)]
-        return Moved(disk_bytes=store.read(ticket.expert, pool.record(ticket.slab)))
+        pool.place(ticket.slab, lambda room_bytes: store.begins(ticket.expert, room_bytes))
+        return store
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A slab holds one record (one expert in one format) and starts on a 64-byte boundary, which float32 GEMV needs to give the same
 bits as freshly allocated weights. A pool in host memory starts on a disk block's boundary, so that O_DIRECT can read into slabs
-of whole blocks. The page table, not the pool, knows which expert a slab holds.
+of whole blocks. Where the layout has room, a record begins in its slab where a disk can write it to (`place`), for kernels that
+compute from any address. The page table, not the pool, knows which expert a slab holds.
 """
 
 import mmap
@@ -44,10 +45,11 @@ class SlabPool:
         # Slabs of ordinary memory can give their pages back, and get empty ones with the next write.
         on_host = self.buffer.device.type == "cpu" and not (page_locked or aliased)
         self.elastic = on_host and sys.platform == "linux"
-        self.addresses = memory.data_ptr() + start + layout.record_bytes * np.arange(slabs)  # int64 [S], on the pool's device
-        self._views: list[dict[str, torch.Tensor]] = [layout.views(record) for record in self.buffer]
-        if aliased:
-            self._views = [{} for _ in range(slabs)]
+        self._first = memory.data_ptr() + start  # where the first slab begins
+        self.addresses = self._first + layout.record_bytes * np.arange(slabs)  # int64 [S], of records, on the pool's device
+        self._views: list[dict[str, torch.Tensor]] = [{} for _ in range(slabs)]
+        if not (aliased or layout.room_bytes):
+            self._views = [layout.views(record) for record in self.buffer]
         self._free = list(range(slabs - 1, -1, -1))
         self._is_free = [True] * slabs
 
@@ -75,14 +77,14 @@ class SlabPool:
 
     def page_bytes(self, slab: int) -> int:
         """Of the pages that lie in this slab alone."""
-        first, end = whole_pages(int(self.addresses[slab]), self.layout.record_bytes)
+        first, end = whole_pages(self._start(slab), self.layout.record_bytes)
         return end - first
 
     def unback(self, slab: int) -> bool:
         """Give the pages of a taken slab, and what is in them, back to the system; whether it took them. Where transparent huge
         pages are always on, the kernel may give small slabs pages again by itself."""
         assert self.elastic and not self._is_free[slab], f"slab {slab} is free, or its memory is not ours to give"
-        place = int(self.addresses[slab]), self.layout.record_bytes
+        place = self._start(slab), self.layout.record_bytes
         advise(*place, NOHUGEPAGE)  # or the kernel would make the huge pages whole again that this tears apart
         return advise(*place, DONTNEED)
 
@@ -97,13 +99,21 @@ class SlabPool:
         """Bytes of a slab's record."""
         return self.layout.record_bytes
 
+    def _start(self, slab: int) -> int:
+        return self._first + slab * self.layout.record_bytes
+
+    def place(self, slab: int, begin: int) -> None:
+        """Let the record of a taken slab, which holds none yet, begin at this byte of the layout's room."""
+        assert 0 <= begin < self.layout.room_bytes and not self._is_free[slab], (slab, begin)
+        self.addresses[slab] = self._start(slab) + begin
+
     def record(self, slab: int) -> torch.Tensor:
-        """The slab's bytes, uint8 `[record_bytes]`."""
-        return self.buffer[slab]
+        """The bytes of the slab's record, uint8 `[record_bytes]`; where it begins in a room, those up to the slab's end."""
+        return self.buffer[slab, int(self.addresses[slab]) - self._start(slab) :] if self.layout.room_bytes else self.buffer[slab]
 
     def weights(self, slab: int) -> dict[str, torch.Tensor]:
-        """Typed views of the slab's sections, created once."""
-        return self._views[slab]
+        """Typed views of the slab's sections, created once where records do not move."""
+        return self.layout.views(self.record(slab)) if self.layout.room_bytes else self._views[slab]
 
     def alias(self, slab: int, other: "SlabPool", others_slab: int) -> None:
         """Make an aliased pool's slab show another pool's record."""

@@ -4,7 +4,7 @@ An expert lies in a slab of either format; code that has a slab's number need no
 same as its pool.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -78,8 +78,14 @@ class Slabs:
         for pool, start, end in zip(self.pools, self.first, self.first[1:], strict=False):
             pool.free_only([slab - start for slab in slabs if start <= slab < end])
 
+    def place(self, slab: int, begins: Callable[[int], int]) -> None:
+        """As `SlabPool.place`, where that slab's layout has room: `begins` gives the byte for so many of them."""
+        pool, place = self._places[slab]
+        if room_bytes := pool.layout.room_bytes:
+            pool.place(place, begins(room_bytes))
+
     def record(self, slab: int) -> torch.Tensor:
-        """The slab's bytes, uint8 `[record bytes]`."""
+        """As `SlabPool.record`."""
         pool, place = self._places[slab]
         return pool.record(place)
 

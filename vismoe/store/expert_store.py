@@ -15,6 +15,8 @@ from vismoe.store.files import CheckpointFiles, FileOnDisk, OpenFiles
 from vismoe.store.safetensors_header import AGAIN
 from vismoe.types import ExpertId, ExpertInventory
 
+LARGEST_NUMBER_BYTES = 8  # a record begins on a multiple of it, so that kernels can read its numbers
+
 
 def naming_expert(expert: ExpertId, error: CheckpointError) -> CheckpointError:
     """The same error, with a message that begins with the expert that was being read."""
@@ -37,7 +39,8 @@ class ExpertStore(Protocol):
         """Identifies the state of the checkpoint's files when the store was opened; equal for equal files."""
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
-        """Fill `record` (uint8 `[record_bytes]`, CPU memory, 64-byte aligned) with one expert; return bytes read from disk.
+        """Fill `record` (uint8 `[record_bytes]`, CPU memory, 64-byte aligned or as `begins` says) with one expert; return bytes
+        read from disk.
 
         Gaps between sections have undefined content afterwards. Raises CheckpointError, which names the expert, or ClosedError.
         """
@@ -45,6 +48,9 @@ class ExpertStore(Protocol):
 
     def reading(self, expert: ExpertId, address: int) -> "NativeRead | None":
         """How a native thread reads an expert into the record at this address; None: by `read` only. Raises ClosedError."""
+
+    def begins(self, expert: ExpertId, room_bytes: int) -> int:
+        """At which byte of so many in a slab the expert's record should begin, so that a disk can write most of it there."""
 
     def close(self) -> None:
         """Release the files; reading afterwards raises ClosedError."""
@@ -86,6 +92,7 @@ class StoreOnDisk:
     def __init__(self, files: Sequence[FileOnDisk], again: str = AGAIN):
         """`again`: advice on how to restore a damaged file."""
         self._files = CheckpointFiles(files, again)
+        self._shifts: dict[ExpertId, int] = {}
 
     @property
     def paths(self) -> list[Path]:
@@ -113,6 +120,24 @@ class StoreOnDisk:
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
         """As ExpertStore.read."""
         raise NotImplementedError
+
+    def begins(self, expert: ExpertId, room_bytes: int) -> int:
+        """As ExpertStore.begins."""
+        return self._begin(expert, room_bytes) if self._files.hold().past_cache else 0
+
+    def room_bytes(self) -> int:
+        """Of a slab beside its record, so that a disk can write there what is read past the page cache; 0: it can anyway, or
+        records have to be copied."""
+        boundary = self._files.hold().memory_bytes
+        every = [ExpertId(layer.index, expert) for layer in self.inventory.layers for expert in range(layer.num_experts)]
+        return boundary if any(self._begin(expert, boundary) for expert in every) else 0
+
+    def _begin(self, expert: ExpertId, room_bytes: int) -> int:
+        if expert not in self._shifts:  # by how much most of it lies later in its file than in its record
+            largest = max(self._stretches(expert), key=lambda one: one.nbytes, default=None)
+            self._shifts[expert] = 0 if largest is None else largest.offset_bytes - largest.pieces[0][0]
+        begin = self._shifts[expert] % room_bytes
+        return 0 if begin % LARGEST_NUMBER_BYTES else begin
 
     def reading(self, expert: ExpertId, address: int) -> NativeRead | None:
         """As ExpertStore.reading. What the page cache lacks is read past it the first time, by `read`."""

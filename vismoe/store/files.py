@@ -1,10 +1,13 @@
 """Positioned reads from files, through the page cache or past it (O_DIRECT).
 
-Past the page cache, whole blocks go straight into block-aligned memory. For any other read, the thread reads an aligned superset
-into its bounce buffer and copies from there, because checkpoints do not align tensors as O_DIRECT requires. That copy is cheaper
-than churning the page cache when the files do not fit in it, and than filling it with what is read once. Promises: no mapped
-memory is touched (a truncated file is an error, not a dead process); every byte that was requested, as it was when the file was
-opened, or CheckpointError. So the file's state is checked after each read, which shows a write before or during it.
+Past the page cache, whole blocks go straight into memory that has the alignment of their place in the file, as far as the disk
+cares: 4 bytes for NVMe, often 512 for others (`memory_bytes`). Blocks at the edges of what is read, which hold bytes of others
+too, go through the thread's bounce buffer. On its way to other memory everything does, and a core copies it from there. That is
+cheaper than churning the page cache when the files do not fit in it, and than filling it with what is read once.
+
+Promises: no mapped memory is touched (a truncated file is an error, not a dead process); every byte that was requested, as it was
+when the file was opened, or CheckpointError. So the file's state is checked after each read, which shows a write before or during
+it.
 """
 
 import errno
@@ -19,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vismoe.errors import CheckpointError, ClosedError
-from vismoe.kernels.read import CHANGED, ENDED_EARLY, File, FileAccess, Stretch, piece_of, read
+from vismoe.kernels.read import CHANGED, ENDED_EARLY, File, FileAccess, Stretch, memory_alignment, piece_of, read
 from vismoe.pools.advice import block_buffer, buffer_bytes
 from vismoe.store.file_state import FileChangedError, FileState, examined
 from vismoe.store.page_cache import cached_bytes
@@ -195,7 +198,18 @@ class OpenFiles:
     @property
     def way(self) -> FileAccess:
         """How native code reads these files, which this object must outlive."""
-        return FileAccess.of(self._native, self._bounce_bytes, BLOCK_BYTES, LOGICAL_BLOCK_BYTES)
+        return FileAccess.of(self._native, self._bounce_bytes, BLOCK_BYTES, LOGICAL_BLOCK_BYTES, self.memory_bytes)
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        """To what memory is aligned that the disk can write to, a power of two up to a block; a block where the system does not
+        say."""
+        return min(BLOCK_BYTES, max(memory_alignment(one) or BLOCK_BYTES for one in self._descriptors))
+
+    @property
+    def past_cache(self) -> bool:
+        """These files are read past the page cache, what is read the first time at least."""
+        return self._bounce_bytes > 0
 
     def error_of(self, ended: int, file: int, offset_bytes: int, nbytes: int) -> CheckpointError:
         """What ended a read of so many bytes early."""

@@ -3,6 +3,11 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#if defined(__linux__)
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <cerrno>
@@ -38,13 +43,7 @@ struct Reading {
     return read(static_cast<int>(file.descriptor), pieces, static_cast<int>(std::min(count, kMostPieces)), offset);
   }
 
-  bool in_blocks(std::int64_t offset, const iovec* pieces, std::int64_t count) const {
-    std::uint64_t rest = static_cast<std::uint64_t>(offset);
-    for (std::int64_t p = 0; p < count; p++) rest |= reinterpret_cast<std::uintptr_t>(pieces[p].iov_base) | pieces[p].iov_len;
-    return rest % static_cast<std::uint64_t>(way.block_bytes) == 0;  // blocks are a power of two
-  }
-
-  // Straight into the pieces.
+  // Straight into the pieces, of which the last may have room for more than is wanted.
   std::int64_t straight(const File& file, std::int64_t offset, std::int64_t wanted, std::vector<iovec> left) const {
     auto first = left.begin();
     for (std::int64_t done = 0; done < wanted;) {
@@ -60,6 +59,51 @@ struct Reading {
       }
     }
     return kReadDone;
+  }
+
+  // Whole blocks straight into the pieces, and in the same read, through the bounce buffer, the blocks at their edges. False
+  // where the disk cannot write to where the pieces lie, or edges are most of it.
+  bool by_blocks(const File& file, std::int64_t begin, std::int64_t wanted, const iovec* pieces, std::int64_t count,
+                 std::int64_t* ended) const {
+    struct Edge {
+      std::int64_t begin, end;  // in the file
+      const std::uint8_t* bytes;
+    };
+    const std::int64_t block = way.block_bytes, end = begin + wanted, first = begin / block * block;
+    std::vector<iovec> parts;
+    std::vector<Edge> edges;
+    std::int64_t at = first, edge_bytes = 0;  // up to where `parts` read
+    const auto edge_to = [&](std::int64_t next) {
+      if (next == at) return;
+      edges.push_back({at, next, bounce + edge_bytes});
+      parts.push_back({bounce + edge_bytes, static_cast<std::size_t>(next - at)});
+      edge_bytes += next - at, at = next;
+    };
+    std::int64_t from = begin;
+    for (std::int64_t p = 0; p < count; from += static_cast<std::int64_t>(pieces[p++].iov_len)) {
+      auto* const piece = static_cast<std::uint8_t*>(pieces[p].iov_base);
+      if ((static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(piece)) - from) % way.memory_bytes != 0) return false;
+      const std::int64_t whole = (from + block - 1) / block * block;
+      const std::int64_t whole_end = (from + static_cast<std::int64_t>(pieces[p].iov_len)) / block * block;
+      if (whole >= whole_end) continue;
+      edge_to(whole);
+      parts.push_back({piece + (whole - from), static_cast<std::size_t>(whole_end - whole)});
+      at = whole_end;
+    }
+    edge_to((end + block - 1) / block * block);
+    if (edge_bytes > std::min(way.bounce_bytes, wanted / 2)) return false;
+    *ended = straight(file, first, end - first, std::move(parts));
+    if (*ended == EINVAL) return false;  // the disk wants more than the system said
+    from = begin;
+    for (std::int64_t p = 0; p < count && *ended == kReadDone; from += static_cast<std::int64_t>(pieces[p++].iov_len)) {
+      for (const Edge& edge : edges) {
+        const std::int64_t left = std::max(from, edge.begin);
+        const std::int64_t right = std::min(from + static_cast<std::int64_t>(pieces[p].iov_len), edge.end);
+        auto* const piece = static_cast<std::uint8_t*>(pieces[p].iov_base);
+        if (left < right) std::memcpy(piece + (left - from), edge.bytes + (left - edge.begin), static_cast<std::size_t>(right - left));
+      }
+    }
+    return true;
   }
 
   // Whole blocks into the bounce buffer, and from there.
@@ -135,9 +179,11 @@ std::int64_t read_all(const FileAccess& way, const Stretch* stretches, std::int6
     const File& file = way.files[stretch.file];
     std::int64_t wanted = 0;
     for (std::int64_t p = 0; p < stretch.pieces; p++) wanted += static_cast<std::int64_t>(pieces[p].iov_len);
-    const bool bounced = way.bounce_bytes > 0 && !reading.in_blocks(stretch.offset, pieces, stretch.pieces);
-    const std::int64_t ended = bounced ? reading.bounced(file, stretch.offset, wanted, pieces)
-                                       : reading.straight(file, stretch.offset, wanted, {pieces, pieces + stretch.pieces});
+    std::int64_t ended = kReadDone;
+    if (way.bounce_bytes == 0)
+      ended = reading.straight(file, stretch.offset, wanted, {pieces, pieces + stretch.pieces});
+    else if (!reading.by_blocks(file, stretch.offset, wanted, pieces, stretch.pieces, &ended))
+      ended = reading.bounced(file, stretch.offset, wanted, pieces);
     if (ended != kReadDone) return ended;
     pieces += stretch.pieces;
   }
@@ -240,6 +286,17 @@ using namespace vismoe;
 VISMOE_API std::int64_t vismoe_read(const FileAccess* way, const Stretch* stretches, std::int64_t count, const iovec* pieces,
                                     std::uint8_t* bounce, std::int64_t* failed) {
   return read_all(*way, stretches, count, pieces, bounce, failed);
+}
+
+// To what memory has to be aligned that this file is read into past the page cache; 0: the system does not say.
+VISMOE_API std::int64_t vismoe_memory_alignment(std::int64_t descriptor) {
+#if defined(SYS_statx)
+  constexpr std::uint32_t asked = 0x2000;  // STATX_DIOALIGN, since Linux 6.1; headers may be older
+  std::uint32_t found[64] = {};            // struct statx: at 0 what it has, at 38 stx_dio_mem_align
+  if (syscall(SYS_statx, static_cast<int>(descriptor), "", AT_EMPTY_PATH, asked, found) == 0 && (found[0] & asked) != 0)
+    return found[38];
+#endif
+  return 0;
 }
 
 // So many threads at least read what arrives from now on.

@@ -25,6 +25,7 @@ struct FileAccess {
   ssize_t (*read)(int descriptor, const iovec* pieces, int count, std::int64_t offset);
   std::int64_t bounce_bytes;  // 0: through the page cache
   std::int64_t block_bytes, logical_block_bytes;
+  std::int64_t memory_bytes;  // to what memory is aligned that a disk writes to
 };
 struct Piece {
   std::int64_t begin, bytes;  // of a record

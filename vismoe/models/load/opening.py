@@ -55,6 +55,7 @@ from vismoe.store.packed_linears import PackedLinears
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair, RecordLayout
 
 K = TypeVar("K")
+LEAST_ROOMY_BYTES = 2**20  # of an expert that gets room in its slab, to be read without a copy
 BEST_FIRST = (Format.LOSSLESS, Format.RAW)  # of a store's exact formats: fewer bytes to read
 
 
@@ -394,6 +395,8 @@ def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device
         if low:
             inventory = dataclasses.replace(inventory, low_layouts=low[0].inventory.layouts)
         experts = _arrange(model, inventory, transposed, codecs, " and ".join(sayings), settings, device)
+        if opened == [source]:
+            experts = _with_room(experts, source, settings)
         if experts.encoded:
             assert isinstance(high, PackedStore), "only packed experts are lossless"
             experts = dataclasses.replace(experts, encoded=high.encoded_layouts)
@@ -406,6 +409,17 @@ def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device
             if store is not source:
                 store.close()
         raise
+
+
+def _with_room(experts: Experts, source: CheckpointStore, settings: Settings) -> Experts:
+    """The same with slabs into which a disk can write records of the checkpoint's files, where our kernels compute from there."""
+    inventory, room_bytes = experts.inventory, 0
+    if experts.kernels is not None and settings.reads != "cached" and settings.emulated_link_bytes_per_s is None:
+        room_bytes = source.room_bytes()
+    if not room_bytes or any(layout.record_bytes < LEAST_ROOMY_BYTES for layout in inventory.layouts):
+        return experts
+    layouts = tuple(layout.with_room(room_bytes) for layout in inventory.layouts)
+    return dataclasses.replace(experts, inventory=dataclasses.replace(inventory, layouts=layouts))
 
 
 def _open_with_draft(

@@ -28,7 +28,7 @@ APART := quick kernels encoded_kernels encodings quantised_files configured gpu_
 	precision_replay precision_speed controller_cost doors index_fuzz plan_advice examples docs \
 	answer_length conversation_forms simulated_cuda page_lock gpu_limit interrupts same_bits checkpoint_door precision_engine serve_demo \
 	published_models roofline gpu_check gguf_header streaming boundary pace throughput paged_tensor hierarchy hardware packed_slabs \
-	serving_engine generate_fuzz asking responses messages documents clients conversations ui_models browser_models locate public_api gpu_choice governor ngram mtp worth calibrated_drafts simulate wrapping claims properties arrivals
+	serving_engine generate_fuzz asking responses messages documents clients conversations ui_models browser_models locate public_api gpu_choice governor ngram mtp worth calibrated_drafts simulate wrapping claims properties arrivals straight_reads
 OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
 
 # The first interpreter that runs and is 3.11 or newer. `make PYTHON=/path/to/python3.12 test` chooses another one.

@@ -150,7 +150,6 @@ def read_all(mover, geometry, experts, slabs, pool):
     return Queued(0.0, 0.0, nbytes)
 
 
-@pytest.mark.budget(20)
 @pytest.mark.parametrize("seed", range(2 if SEARCHING else 1))
 def test_experts_that_do_not_come_together_are_computed_between_the_graphs(seed, checkpoints, plain, replays, monkeypatch):
     """Some of a layer's may be on their way, or computed by the CPU; here it is drawn which. The first ones have no graph."""
@@ -266,7 +265,6 @@ def test_a_decoder_that_was_changed_is_captured_again(checkpoints, plain, replay
     assert torch.equal(served.logits(), plain()) and len(served.about) == 3
 
 
-@pytest.mark.budget(30)
 @torch.inference_mode()
 def test_a_padded_sequence_keeps_its_mask(checkpoints, replays):
     served = Served(checkpoints, memory="20%")

@@ -341,7 +341,7 @@ def inputs_of(layer: int, tokens: int, top_k: int) -> tuple[torch.Tensor, torch.
 decoded_slabs, ring_of_four = cache(lambda: Layers(None)), cache(lambda: Layers(4))
 
 
-@pytest.mark.budget(4)
+@pytest.mark.budget(2)
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("in_order", [False, True], ids=["as they come", "in order"])
 @pytest.mark.parametrize("tokens, top_k", [(1, 1), (1, 8), (9, 3)])

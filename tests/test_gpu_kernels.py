@@ -50,9 +50,10 @@ def test_the_programs_compile_for_gpus_that_are_not_here_as_they_were_meant(tmp_
     an addition, which would depend on the compiler. Attention is compiled once for any number of tokens, its combination
     once more for a number that the host does not know.
     """
-    rows, formats = ("16,32", "raw,int8,int4,int2") if SEARCHING else ("16", "raw,int4")
-    found = json.loads(run(HERE / "gpu_compile.py", "80,90,100", rows, formats, TRITON_CACHE_DIR=str(tmp_path)))
-    assert {made["capability"] for made in found} == {80, 90, 100}
+    capabilities, rows, formats = ([80, 90, 100], "16,32", "raw,int8,int4,int2") if SEARCHING else ([90], "16", "raw,int4")
+    asked = ",".join(map(str, capabilities))
+    found = json.loads(run(HERE / "gpu_compile.py", asked, rows, formats, TRITON_CACHE_DIR=str(tmp_path)))
+    assert {made["capability"] for made in found} == set(capabilities)
     for made in found:
         assert made["spilled_bytes"] == made["other matrix instructions"] == made["fused"] == 0, made
         assert made["shared_bytes"] <= 99 * 1024 and made["registers"] <= 168, made
@@ -61,4 +62,4 @@ def test_the_programs_compile_for_gpus_that_are_not_here_as_they_were_meant(tmp_
         if made["program"] in ("attend", "attend_in_place"):
             assert made["mma.sync"] > 0 and made["16-byte loads"] >= 16, made
     attention = [made["program"] for made in found if made["format"] == "attention"]
-    assert attention == ["attend", "attend_in_place", "combine", "combine"] * 3
+    assert attention == ["attend", "attend_in_place", "combine", "combine"] * len(capabilities)

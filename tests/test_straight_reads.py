@@ -156,6 +156,7 @@ def test_a_place_is_within_the_room_of_a_slab_and_its_pages_are_those_of_the_sla
         pool.place(2, 0)  # it was not taken
 
 
+@pytest.mark.budget(2)
 @pytest.mark.parametrize("memory_bytes", [4, 512, BLOCK_BYTES])
 def test_answers_are_the_same_however_experts_were_read(memory_bytes, copied_model, monkeypatch):  # noqa: F811
     with vismoe.load(copied_model, memory="25%", device="cpu", reads="cached") as engine:

@@ -48,6 +48,7 @@ COUNTERS = (
     "unstreamed_small_pool",
     "unstreamed_no_gain",
 )
+RESIDENT = ("steps", "hits", "computed_high", "compute_seconds", "layer_seconds")  # what changes where nothing is missing
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Metrics:
         self.demanded, self.missed = (np.zeros((layers, experts), np.int64) for _ in range(2))
         self._column = {name: i for i, name in enumerate(COUNTERS)}
         self._steps, self._hits = self._column["steps"], self._column["hits"]
+        self._resident = [self._column[name] for name in RESIDENT]
         self._row = {phase: i for i, phase in enumerate(PHASES)}
         self._formats: tuple[str, ...] = ()
         self._deferred: list[Callable[[], None]] = []
@@ -155,16 +157,9 @@ class Metrics:
         if absent:
             self.missed[layer, absent] += 1
 
-    def count_resident(
-        self, phase: Phase, layer: int, hits: int, computed: int, compute_seconds: float, layer_seconds: float
-    ) -> None:
-        """Counts one layer step that found all its experts resident, but for `demanded`."""
-        values, column = self._values[self._row[phase], layer], self._column
-        values[self._steps] += 1
-        values[self._hits] += hits
-        values[column["computed_high"]] += computed
-        values[column["compute_seconds"]] += compute_seconds
-        values[column["layer_seconds"]] += layer_seconds
+    def count_resident(self, phase: Phase, layers: Sequence[int], amounts: Sequence[tuple[float, ...]]) -> None:
+        """Counts one step of each of these layers, which found all their experts resident: RESIDENT, all but `demanded`."""
+        self._values[self._row[phase], np.array(layers)[:, None], self._resident] += amounts
 
     def count_hits(self, phase: Phase, layers: np.ndarray, demanded: np.ndarray) -> None:
         """Counts one step of several layers, int `[n]`, which found all experts demanded bool `[n, E]` resident."""

@@ -7,6 +7,7 @@ float32.
 """
 
 import ctypes
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from vismoe.kernels.resident import MOST_PAIRS, ResidentLayer
 from vismoe.kernels.rows import NUMBER_OF
 
 _SIZE, _PLACE, _NUMBER, _FLOAT, _DOUBLE = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32, ctypes.c_float, ctypes.c_double
+_CACHED_ROW = struct.Struct("@5q")  # of csrc/decoder_layer.cpp: keys, values, numbers from one head of each to the next, tokens
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [_PLACE, _PLACE, _SIZE]
 _decoder_layers = function("vismoe_decoder_layers", [_PLACE, _SIZE, _PLACE, _SIZE, _PLACE, _PLACE, _SIZE], _SIZE)
 PARTS = ("norms", "linears", "rotations", "cache", "attention", "routers", "experts")  # in the order of csrc/decoder_layer.cpp
 
@@ -127,10 +131,6 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Cached(ctypes.Structure):
-    _fields_ = [("keys", _PLACE), ("values", _PLACE), *((name, ctypes.c_int64) for name in ("key_head", "value_head", "tokens"))]
-
-
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, _PLACE) for name in ("layer", "cached", "given", "residual", "normed", "weights", "ids", "experts")),
@@ -146,9 +146,8 @@ class _Room:
     """What a call for n tokens says and writes of a layer."""
 
     def __init__(self, layer: int, n: int, inputs: int, router: Router | None, dtype: torch.dtype):
-        self.rows = (_Cached * n)()
-        given = torch.empty(n, 1, inputs, dtype=dtype)
-        self.bits = given.view(torch.int32 if dtype is torch.float32 else torch.int16)  # of what the layer was given
+        self.n, self.rows = n, ctypes.create_string_buffer(n * _CACHED_ROW.size)
+        self.given = torch.empty(n, 1, inputs, dtype=dtype)  # to the layer
         self.first_half = FirstHalf(
             torch.empty(n, 1, inputs, dtype=dtype),
             torch.empty(n, 1, inputs, dtype=dtype),
@@ -156,14 +155,15 @@ class _Room:
             None if router is None else torch.empty(n, router.chosen, dtype=torch.int64),
         )
         places = [None if part is None else part.data_ptr() for part in self.first_half]
-        self.call = _Call(layer, ctypes.addressof(self.rows), given.data_ptr(), *places)
+        self.call = _Call(layer, ctypes.addressof(self.rows), self.given.data_ptr(), *places)
         self.at = ctypes.addressof(self.call)
         self.ids = None if self.first_half.ids is None else self.first_half.ids.numpy()
 
     def say(self, places: Sequence[Cached], asked: Asked | None) -> None:
-        for row, (keys, values, tokens) in zip(self.rows, places, strict=True):
-            row.keys, row.values, row.tokens = keys.data_ptr(), values.data_ptr(), tokens
-            row.key_head, row.value_head = keys.stride(1), values.stride(1)
+        assert len(places) == self.n, (len(places), self.n)
+        for row, (keys, values, tokens) in enumerate(places):
+            said = keys.data_ptr(), values.data_ptr(), keys.stride(1), values.stride(1), tokens
+            _CACHED_ROW.pack_into(self.rows, row * _CACHED_ROW.size, *said)
         call = self.call
         call.experts = None
         if asked is not None:
@@ -208,7 +208,7 @@ class DecoderLayer:
     def _room(self, n: int) -> "_Room":
         """This thread's memory for n tokens, which every call writes anew: allocating it would take as long as a norm."""
         room: _Room | None = getattr(self._rooms, "room", None)
-        if room is None or len(room.rows) != n:
+        if room is None or room.n != n:
             room = self._rooms.room = _Room(self._at, n, self.shape.inputs, self.router, self.dtype)
         return room
 
@@ -227,8 +227,9 @@ class DecoderLayer:
 
     def was_given(self, hidden: Tensor) -> bool:
         """Whether these, which it `takes`, are the bits that this thread's latest `run_layers` has computed its output of."""
-        bits: Tensor = self._rooms.room.bits
-        return torch.equal(hidden.view(bits.dtype), bits)
+        given: Tensor = self._rooms.room.given
+        nbytes = given.nbytes
+        return hidden.nbytes == nbytes and not _memcmp(hidden.data_ptr(), given.data_ptr(), nbytes)
 
     def first_half(self) -> FirstHalf:
         """Of this thread's latest `run_layers`, in memory of its own."""

@@ -95,10 +95,12 @@ def _forward(
 
 
 class NewTokens(NamedTuple):
-    """Where the keys and values of each sequence's new token go, and what to call when they are there."""
+    """Where the keys and values of each sequence's new token go, and what to call when they are there. at: by which these places
+    are known within a pass, without holding the memory: a request's ends with it."""
 
     places: Sequence[Cached]
     written: Callable[[], None]
+    at: tuple[tuple[int, int], ...]
 
 
 class LayerWatch:
@@ -156,11 +158,11 @@ def listens(hooks: Mapping[Any, Any]) -> bool:
 
 
 class Ahead(NamedTuple):
-    """What a call has computed of a layer that the decoder had not called yet, with these angles, and new tokens at these places.
+    """What a call has computed of a layer that the decoder had not called yet, with these angles, and new tokens there.
     out `[n, 1, H]`, None: only the first half."""
 
     angles: Any
-    places: list[tuple[int, int, int]]  # as of `_where`
+    at: tuple[tuple[int, int], ...]  # as of `NewTokens`
     out: torch.Tensor | None
 
 
@@ -175,12 +177,27 @@ class LayersAhead:
         self._calls, self._at_once = 0, 1  # so far; layers that the next one tries
         self._alone_until: dict[ServedLayer, int] = {}  # the call with which a layer is computed ahead again
 
+    def made(self, layer: "ServedLayer", hidden: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor | None:
+        """The layer's output where an earlier call has computed it for the only sequence, whose token counts as cached then;
+        `output` does the same for any pass, but looks at the cache anew."""
+        found = self._ahead.get(layer)
+        if found is None or found.out is None or found.angles is not given["position_embeddings"]:
+            return None
+        only = given[CACHE].layers[layer.index]
+        if not (isinstance(only, GrowingLayer) and found.at == (only.next_at(),)):
+            return None
+        if not (layer.native.takes(hidden) and layer.native.was_given(hidden)):
+            return None
+        del self._ahead[layer]
+        only.one_more()
+        return found.out
+
     def output(
         self, layer: "ServedLayer", paged: PagedLayer, hidden: torch.Tensor, given: Mapping[str, Any], new: "NewTokens"
     ) -> torch.Tensor | None:
         """The layer's output, of this call or of an earlier one; None: of its first half alone, see `DecoderLayer.first_half`."""
         angles, found = given["position_embeddings"], self._ahead.pop(layer, None)
-        if found is not None and found.places == _where(new):
+        if found is not None and found.at == new.at:
             if found.angles is angles and layer.native.was_given(hidden):
                 return found.out
             self._leave_alone(layer)
@@ -197,7 +214,7 @@ class LayersAhead:
         if not made:
             run_layers([CalledLayer(layer.native, new.places)], hidden, *angles)
             return None
-        self._ahead = {each: Ahead(angles, _where(tokens), out) for (each, _, tokens), out in zip(calls[1:], made[1:])}
+        self._ahead = {each: Ahead(angles, tokens.at, out) for (each, _, tokens), out in zip(calls[1:], made[1:])}
         return made[0]
 
     def forget(self, layer: "ServedLayer") -> None:
@@ -227,11 +244,6 @@ def _following(layers: Sequence["ServedLayer"], places: Sequence[tuple[str, int]
     expected = ((decoder, index + later) for later in range(1, MOST_LAYERS))
     count = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(places[1:], expected)))
     return layers[1 : 1 + count]
-
-
-def _where(new: NewTokens) -> list[tuple[int, int, int]]:
-    """The places of new tokens, without holding the memory: a request's ends with it."""
-    return [(keys.data_ptr(), values.data_ptr(), tokens) for keys, values, tokens in new.places]
 
 
 def _nothing_between(layer: "ServedLayer", later: "ServedLayer") -> bool:
@@ -319,10 +331,15 @@ class ServedLayer:
 
     def run(self, hidden: torch.Tensor, given: Mapping[str, Any], ahead: LayersAhead) -> torch.Tensor | None:
         """The layer's output `[n, 1, H]` for the latest tokens of n sequences; None: its modules must compute it."""
-        new, paged = self.new_tokens(hidden, given), self.paged
-        if new is None or (paged is not None and not paged.is_mine):
+        paged, whole = self.paged, self.is_unheard
+        if paged is not None and not paged.is_mine:
             return None
-        out, whole = None, self.is_unheard
+        if paged is not None and whole and (out := ahead.made(self, hidden, given)) is not None:
+            paged.computed_short(self.native.chosen)
+            return out
+        new, out = self.new_tokens(hidden, given), None
+        if new is None:
+            return None
         if paged is not None and whole:
             out = ahead.output(self, paged, hidden, given, new)
         else:
@@ -364,7 +381,7 @@ class ServedLayer:
         if running is None and type(cache) is DynamicCache and count == 1 and index < len(cache.layers):
             only = cache.layers[index]
             fits = isinstance(only, GrowingLayer) and only.has_room(1)
-            return NewTokens((Cached(*only.place()),), only.one_more) if fits else None
+            return NewTokens((Cached(*only.place()),), only.one_more, (only.next_at(),)) if fits else None
         if running is not cache or type(cache) is not RowsCache:
             return None
         layer = cache.layers[index]
@@ -373,8 +390,9 @@ class ServedLayer:
         if not all(isinstance(row, GrowingLayer) and row.has_room(count) for row in layer.rows):
             return None
         before: Counter[int] = Counter()  # rows of the same sequence so far
-        places = []
+        places, at = [], []
         for row in layer.rows:
             places.append(Cached(*row.place(before[id(row)])))
+            at.append(row.next_at(before[id(row)]))
             before[id(row)] += 1
-        return NewTokens(places, layer.one_more)
+        return NewTokens(places, layer.one_more, tuple(at))

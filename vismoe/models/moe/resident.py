@@ -6,7 +6,7 @@ something. `of` makes it for what it fits: the CPU kernels, slabs of one format,
 
 import time
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -18,6 +18,17 @@ from vismoe.paging.page_table import RESIDENT
 from vismoe.paging.pager import Computed, Pager, Use
 from vismoe.timeline import COMPUTE
 from vismoe.types import Phase
+
+
+class Ran(NamedTuple):
+    """A layer that wanted these experts: when it began, when its experts did, when it ended."""
+
+    layer: int
+    experts: Sequence[int]
+    choices: int  # of all tokens
+    began_s: float
+    computing_s: float
+    ended_s: float
 
 
 class ResidentLayers:
@@ -70,7 +81,7 @@ class ResidentLayers:
             return None
         ((out, experts),) = made
         ended_s = time.perf_counter()
-        self._count(phase, layer, experts, index.numel(), (began_s, ended_s - compute_s, ended_s), len(hidden))
+        self._count(phase, [Ran(layer, experts, index.numel(), began_s, ended_s - compute_s, ended_s)], len(hidden))
         return cast(torch.Tensor, out)
 
     def run_layers(
@@ -99,20 +110,21 @@ class ResidentLayers:
         spent = [native.spent_s for _, native, _ in layers[: len(made) + begun]]
         next_s = spent.pop()[0] if begun else 0.0
         control_s = (time.perf_counter() - at_s - next_s - sum(map(sum, spent))) / len(made)
-        for (layer, native, _), (out, experts), (first_half_s, experts_s) in zip(layers, made, spent):
+        ran, tokens = [], hidden.shape[0]
+        for (layer, native, _), (_, experts), (first_half_s, experts_s) in zip(layers, made, spent):
             assert native.router is not None
-            began_s, choices = at_s + first_half_s, out.shape[0] * native.router.chosen
+            began_s = at_s + first_half_s
             at_s = began_s + control_s + experts_s
-            self._count(phase, layer, experts, choices, (began_s, at_s - experts_s, at_s), out.shape[0])
+            ran.append(Ran(layer, experts, tokens * native.router.chosen, began_s, at_s - experts_s, at_s))
+        self._count(phase, ran, tokens)
         return [out for out, _ in made], begun
 
-    def _count(
-        self, phase: Phase, layer: int, experts: Sequence[int], choices: int, at_s: tuple[float, float, float], tokens: int
-    ) -> None:
-        """A layer that wanted these experts. at_s: when it began, when its experts did, when it ended."""
-        began_s, computing_s, ended_s = at_s
+    def _count(self, phase: Phase, ran: Sequence[Ran], tokens: int) -> None:
         pager = self._pager
-        pager.metrics.count_resident(phase, layer, len(experts), choices, ended_s - computing_s, ended_s - began_s)
+        amounts = [(1, len(one.experts), one.choices, one.ended_s - one.computing_s, one.ended_s - one.began_s) for one in ran]
+        pager.metrics.count_resident(phase, [one.layer for one in ran], amounts)
         if pager.timeline is not None:
-            pager.timeline.span(COMPUTE, f"layer {layer}", computing_s, ended_s, experts=experts)
-            pager.timeline.span("layers", f"layer {layer}", began_s, ended_s, tokens=tokens)
+            for one in ran:
+                name = f"layer {one.layer}"
+                pager.timeline.span(COMPUTE, name, one.computing_s, one.ended_s, experts=one.experts)
+                pager.timeline.span("layers", name, one.began_s, one.ended_s, tokens=tokens)

@@ -94,6 +94,10 @@ class GrowingLayer(DynamicLayer):
         assert self._held is not None
         return *self._held, self.tokens + 1 + later
 
+    def next_at(self, later: int = 0) -> tuple[int, int]:
+        """By which `place(later)` is known as long as this layer grows only by tokens, without holding its memory."""
+        return id(self._held), self.tokens + 1 + later
+
     def one_more(self) -> None:
         """The token behind the last one has been written."""
         self.tokens += 1

@@ -38,6 +38,8 @@ def address_of(buffer: memoryview) -> int:
 class StrictDisk:
     """A file in memory that is read as O_DIRECT allows it; torn reads end on a block that memory is aligned to."""
 
+    refusal = errno.EINVAL
+
     def __init__(self, memory_bytes: int, torn: random.Random | None = None):
         self.content = np.random.default_rng(0).integers(0, 256, FILE_BYTES, np.uint8).tobytes()
         self.memory_bytes, self._torn = memory_bytes, torn
@@ -46,7 +48,7 @@ class StrictDisk:
     def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         unit = max(512, self.memory_bytes)
         if offset % unit or any(address_of(buffer) % self.memory_bytes or len(buffer) % unit for buffer in buffers):
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(self.refusal, os.strerror(self.refusal))
         left = sum(len(buffer) for buffer in buffers)
         if self._torn is not None and left > unit:
             left = unit * self._torn.randint(1, left // unit)
@@ -60,7 +62,7 @@ class StrictDisk:
 
 
 @given(
-    memory_bytes=st.sampled_from([4, 64, 512, 4096]),
+    memory_bytes=st.sampled_from([4, 16, 64, 512, 4096]),
     begin=st.integers(0, 3 * BLOCK_BYTES),
     sizes=st.lists(st.one_of(st.integers(1, 300), st.integers(1, 5 * BLOCK_BYTES)), min_size=1, max_size=5),
     apart=st.lists(st.integers(0, 9), min_size=5, max_size=5),
@@ -95,6 +97,18 @@ def test_every_byte_arrives_and_no_other_one_changes(memory_bytes, begin, sizes,
     edges = -(-(begin + sum(sizes)) // BLOCK_BYTES) * BLOCK_BYTES - begin // BLOCK_BYTES * BLOCK_BYTES - whole
     if aligned and torn is None and edges <= min(bounce.nbytes, sum(sizes) // 2):
         assert straight == whole, "blocks of one piece alone go straight to it"
+
+
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EIO])
+def test_a_disk_that_wants_more_than_the_system_says_is_read_through_the_buffer(refusal, monkeypatch):
+    disk, memory, bounce = StrictDisk(512), block_buffer(8 * BLOCK_BYTES), block_buffer(8 * BLOCK_BYTES)
+    disk.refusal = refusal
+    system_reads.replace(monkeypatch, disk.read)
+    files = (read.File * 1)(read.File(-1))
+    way = FileAccess.of(files, bounce.nbytes, BLOCK_BYTES, 512, 4)
+    address = memory.__array_interface__["data"][0] + 8
+    ended, _ = read.read(way, [Stretch(0, 400, [(address, 6 * BLOCK_BYTES)])], bounce)
+    assert ended == errno.EBADF and memory[8:][: 6 * BLOCK_BYTES].tobytes() == disk.content[400:][: 6 * BLOCK_BYTES]
 
 
 def test_the_system_says_how_memory_is_aligned(tmp_path):
@@ -141,6 +155,16 @@ def test_records_begin_where_the_disk_can_write_them(copied_model, monkeypatch):
     assert straight > 20 * store.inventory.layouts[0].record_bytes // 2
 
 
+@pytest.mark.parametrize("memory_bytes, room_bytes", [(0, 0), (4, 0), (32, 64), (512, 512), (2 * BLOCK_BYTES, 0)])
+def test_slabs_have_room_where_the_system_says_that_it_helps(memory_bytes, room_bytes, copied_model, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(OpenFiles, "memory_bytes", memory_bytes)
+    store = store_of(copied_model, torch.bfloat16)
+    monkeypatch.setattr(store, "_begin", lambda expert, size: 24 % size)
+    assert store.room_bytes() == room_bytes
+    monkeypatch.setattr(store, "_begin", lambda expert, size: 0)
+    assert store.room_bytes() == 0
+
+
 def test_a_place_is_within_the_room_of_a_slab_and_its_pages_are_those_of_the_slab():
     layout = RecordLayout.of({"w": (1000,)}, {"w": torch.int64}).with_room(512)
     assert layout.room_bytes == 512 and layout.record_bytes == 8192 + 512
@@ -157,7 +181,7 @@ def test_a_place_is_within_the_room_of_a_slab_and_its_pages_are_those_of_the_sla
 
 
 @pytest.mark.budget(2)
-@pytest.mark.parametrize("memory_bytes", [4, 512, BLOCK_BYTES])
+@pytest.mark.parametrize("memory_bytes", [0, 4, 16, 512, BLOCK_BYTES])
 def test_answers_are_the_same_however_experts_were_read(memory_bytes, copied_model, monkeypatch):  # noqa: F811
     with vismoe.load(copied_model, memory="25%", device="cpu", reads="cached") as engine:
         expected = "".join(engine.chat(ask(), max_tokens=12))
@@ -176,7 +200,7 @@ def test_answers_are_the_same_however_experts_were_read(memory_bytes, copied_mod
         pytest.skip(str(error))
     with engine:
         layout = engine._runtime.pager.inventory.layouts[0]
-        assert layout.room_bytes == (memory_bytes if memory_bytes > 4 else 0)
+        assert layout.room_bytes == {0: 0, 4: 0, 16: 0, 512: 512, BLOCK_BYTES: BLOCK_BYTES}[memory_bytes]
         assert "".join(engine.chat(ask(), max_tokens=12)) == expected
         engine._runtime.pager.check_integrity()
 

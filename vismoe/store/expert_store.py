@@ -13,7 +13,7 @@ from vismoe.kernels.read import Arrival, OnDisk, Stretch
 from vismoe.store.file_state import FileState
 from vismoe.store.files import CheckpointFiles, FileOnDisk, OpenFiles
 from vismoe.store.safetensors_header import AGAIN
-from vismoe.types import ExpertId, ExpertInventory
+from vismoe.types import ALIGNMENT_BYTES, BLOCK_BYTES, ExpertId, ExpertInventory
 
 LARGEST_NUMBER_BYTES = 8  # a record begins on a multiple of it, so that kernels can read its numbers
 
@@ -130,7 +130,9 @@ class StoreOnDisk:
         records have to be copied."""
         boundary = self._files.hold().memory_bytes
         every = [ExpertId(layer.index, expert) for layer in self.inventory.layers for expert in range(layer.num_experts)]
-        return boundary if any(self._begin(expert, boundary) for expert in every) else 0
+        if not 0 < boundary <= BLOCK_BYTES or not any(self._begin(expert, boundary) for expert in every):
+            return 0
+        return max(boundary, ALIGNMENT_BYTES)
 
     def _begin(self, expert: ExpertId, room_bytes: int) -> int:
         if expert not in self._shifts:  # by how much most of it lies later in its file than in its record

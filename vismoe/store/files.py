@@ -198,13 +198,13 @@ class OpenFiles:
     @property
     def way(self) -> FileAccess:
         """How native code reads these files, which this object must outlive."""
-        return FileAccess.of(self._native, self._bounce_bytes, BLOCK_BYTES, LOGICAL_BLOCK_BYTES, self.memory_bytes)
+        return FileAccess.of(self._native, self._bounce_bytes, BLOCK_BYTES, LOGICAL_BLOCK_BYTES, self.memory_bytes or BLOCK_BYTES)
 
     @cached_property
     def memory_bytes(self) -> int:
-        """To what memory is aligned that the disk can write to, a power of two up to a block; a block where the system does not
-        say."""
-        return min(BLOCK_BYTES, max(memory_alignment(one) or BLOCK_BYTES for one in self._descriptors))
+        """To what memory is aligned that the disk can write to, a power of two; 0: the system does not say."""
+        found = [memory_alignment(one) for one in self._descriptors]
+        return max(found) if all(found) else 0
 
     @property
     def past_cache(self) -> bool:

@@ -93,7 +93,7 @@ struct Reading {
     edge_to((end + block - 1) / block * block);
     if (edge_bytes > std::min(way.bounce_bytes, wanted / 2)) return false;
     *ended = straight(file, first, end - first, std::move(parts));
-    if (*ended == EINVAL) return false;  // the disk wants more than the system said
+    if (*ended > 0) return false;  // the disk may want more than the system said; else it fails again
     from = begin;
     for (std::int64_t p = 0; p < count && *ended == kReadDone; from += static_cast<std::int64_t>(pieces[p++].iov_len)) {
       for (const Edge& edge : edges) {

@@ -184,7 +184,7 @@ class LayersAhead:
         if found is None or found.out is None or found.angles is not given["position_embeddings"]:
             return None
         only = given[CACHE].layers[layer.index]
-        if not (isinstance(only, GrowingLayer) and found.at == (only.next_at(),)):
+        if not (isinstance(only, GrowingLayer) and only.has_room(1) and found.at == (only.next_at(),)):
             return None
         if not (layer.native.takes(hidden) and layer.native.was_given(hidden)):
             return None

@@ -112,7 +112,7 @@ class Section:
 class RecordLayout:
     """How one expert lies in a contiguous, 64-byte aligned record. Equal layouts are one geometry and share a pool.
 
-    room_bytes: of the record's, a power of two: the sections begin at any byte of so many in a slab, which `SlabPool.place` says.
+    room_bytes: a part of record_bytes, 0 or a power of two. In a slab the sections begin at any byte below it (`SlabPool.place`).
     """
 
     sections: tuple[Section, ...]

@@ -1,6 +1,9 @@
 """Pools of two formats under one numbering, against the pools themselves; and the pages that a pool lies in."""
 
+import ctypes
+import mmap
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vismoe.pools.advice import HUGEPAGE, advise
+from vismoe.pools import backing
+from vismoe.pools.advice import HUGEPAGE, POPULATE_WRITE, advise
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH, LOW, RecordLayout
@@ -102,3 +106,65 @@ def test_a_pool_asks_for_huge_pages_and_memory_that_is_lent_gets_small_ones():
     pool.record(lent).fill_(1)
     assert pool.unback(lent) and not pool.record(lent).any()
     assert "nh" in flags_at(inside[0]) and "hg" in flags_at(inside[1])
+
+
+def pages_there(memory: torch.Tensor) -> list[bool]:
+    """Of each whole page of `memory`, whether it exists."""
+    first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = (memory.data_ptr() + memory.nbytes - first) // mmap.PAGESIZE
+    there = (ctypes.c_ubyte * pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE), there) == 0
+    return [bool(page & 1) for page in there]
+
+
+@pytest.fixture
+def roomy(monkeypatch) -> RecordLayout:
+    """Of slabs of 1 MiB, of which a few are worth pages ahead."""
+    monkeypatch.setattr(backing, "LEAST_BYTES", 2**20)
+    monkeypatch.setattr(backing, "PIECE_BYTES", 2**18)
+    return RecordLayout.of({"w": (2**20,)}, {"w": torch.uint8})
+
+
+def test_a_pool_has_its_pages_before_they_are_written_and_loses_nothing(roomy):
+    pool = SlabPool(roomy, 40)
+    if not pool.elastic or not advise(int(pool.addresses[0]), 2**20, POPULATE_WRITE):
+        pytest.skip("this system gives no pages ahead")
+    held = [pool.take() for _ in range(40)]
+    for slab in held[::-3]:
+        pool.record(slab).fill_(slab)  # meanwhile
+    pool._backing.wait()
+    assert all(pages_there(pool.buffer))
+    assert [int(pool.record(slab).max()) for slab in held] == [slab if slab in held[::-3] else 0 for slab in held]
+
+
+def test_memory_that_is_lent_gets_no_pages_ahead(roomy, monkeypatch):
+    slow = backing.advise
+    monkeypatch.setattr(backing, "advise", lambda *place: time.sleep(0.002) is None and slow(*place))
+    pool = SlabPool(roomy, 200)
+    if not pool.elastic:
+        pytest.skip("memory is not lent here")
+    lent = [pool.take() for _ in range(200)][-1]
+    assert pool.unback(lent)
+    pool._backing.wait()
+    assert not any(pages_there(pool.buffer[lent])[1:-1]), "neighbours may share a page at its ends"
+
+
+def test_threads_that_give_pages_end_with_the_pool_and_where_the_system_refuses(roomy, monkeypatch):
+    asked = []
+
+    def slow(*place) -> bool:
+        asked.append(place)
+        time.sleep(0.002)
+        return True
+
+    monkeypatch.setattr(backing, "advise", slow)
+    pool = SlabPool(roomy, 400)
+    threads = pool._backing._threads
+    del pool
+    for thread in threads:
+        thread.join(60)
+    assert threads and not any(thread.is_alive() for thread in threads) and len(asked) < 1600
+    refused = []
+    monkeypatch.setattr(backing, "advise", lambda *place: refused.append(place))
+    SlabPool(roomy, 40)._backing.wait()
+    assert len(refused) <= len(threads)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vismoe.pools.advice import DONTNEED, NOHUGEPAGE, advise, in_huge_pages, whole_pages
+from vismoe.pools.backing import Backing
 from vismoe.pools.page_lock import page_lock
 from vismoe.types import BLOCK_BYTES, RecordLayout
 
@@ -45,6 +46,7 @@ class SlabPool:
         # Slabs of ordinary memory can give their pages back, and get empty ones with the next write.
         on_host = self.buffer.device.type == "cpu" and not (page_locked or aliased)
         self.elastic = on_host and sys.platform == "linux"
+        self._backing = Backing(self.buffer) if self.elastic else None
         self._first = memory.data_ptr() + start  # where the first slab begins
         self.addresses = self._first + layout.record_bytes * np.arange(slabs)  # int64 [S], of records, on the pool's device
         self._views: list[dict[str, torch.Tensor]] = [{} for _ in range(slabs)]
@@ -85,6 +87,8 @@ class SlabPool:
         pages are always on, the kernel may give small slabs pages again by itself."""
         assert self.elastic and not self._is_free[slab], f"slab {slab} is free, or its memory is not ours to give"
         place = self._start(slab), self.layout.record_bytes
+        if self._backing is not None:
+            self._backing.stop()  # or it would give the slab new pages
         advise(*place, NOHUGEPAGE)  # or the kernel would make the huge pages whole again that this tears apart
         return advise(*place, DONTNEED)
 

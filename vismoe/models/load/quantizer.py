@@ -25,7 +25,7 @@ from vismoe.models.family.mtp import add_mtp, mtp_of
 from vismoe.models.load.embeddings import leave_on_disk, table_of
 from vismoe.models.load.gguf import loaded_weights
 from vismoe.models.load.opening import open_model
-from vismoe.models.load.runtime import build
+from vismoe.models.load.runtime import Pools, build, pools_of
 from vismoe.models.load.stripping import own_memory, strip_experts
 from vismoe.models.moe.adapters import adapt
 from vismoe.models.moe.experts import IMPLEMENTATION
@@ -102,6 +102,9 @@ class VisMoEQuantizer(HfQuantizer):
             checkpoint_files = [settings.gguf]
         self._configuration = configuration = open_model(model, checkpoint_files, settings, device)
         weakref.finalize(model, configuration.close)  # also when loading fails later
+        self._pools: Pools | None = None
+        if device.type == "cpu":  # they get their pages while the other weights load (pools/backing.py)
+            self._pools = pools_of(configuration)
         if configuration.reading.embeddings_on_disk and (table := table_of(model, configuration.source.headers)):
             weakref.finalize(model, leave_on_disk(model, table).close)
         strip_experts(model)
@@ -119,7 +122,8 @@ class VisMoEQuantizer(HfQuantizer):
             own_memory(model, files)
         self._configuration.backbone.fill(model, files, self._configuration.device)
         refuse_changed(self._configuration.source.headers, "loaded", "load the model again, when no program writes to its files")
-        build(model, self._configuration)
+        build(model, self._configuration, self._pools)
+        del self._pools
         return model
 
     @property

@@ -61,6 +61,7 @@ from vismoe.types import HIGH
 logger = logging.getLogger(__name__)
 
 Tiers = list[tuple[StoreOnDisk, HostTier]]  # host tiers, each with the store that its records are from
+Pools = list[list[SlabPool]]  # per geometry one for each format
 
 
 class Runtime:
@@ -70,10 +71,12 @@ class Runtime:
     `metrics`: one for all configurations; `refused`: why the latest `reconfigure` failed, empty where it did not.
     """
 
-    def __init__(self, model: Any, configuration: Configuration, context: StepContext, backends: dict[str, str]):
+    def __init__(
+        self, model: Any, configuration: Configuration, context: StepContext, backends: dict[str, str], pools: Pools | None
+    ):
         self.configuration, self.context, self.backends = configuration, context, backends
         self._learned: Hotness | None = None  # by an earlier configuration
-        self._serve(configuration, *_service(model, configuration))
+        self._serve(configuration, *_service(model, configuration, pools=pools))
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.context.__deepcopy__(memo)
@@ -174,8 +177,9 @@ class Runtime:
         self.configuration.close()
 
 
-def build(model: Any, configuration: Configuration) -> Runtime:
-    """The runtime of a model whose other weights are loaded, bound to its experts modules; it ends with the model.
+def build(model: Any, configuration: Configuration, pools: Pools | None = None) -> Runtime:
+    """The runtime of a model whose other weights are loaded, bound to its experts modules; it ends with the model. `pools`: what
+    `pools_of` made for this configuration before.
 
     Every expert that has a place of its own is read before this returns. Raises ConfigError.
     """
@@ -209,7 +213,7 @@ def build(model: Any, configuration: Configuration) -> Runtime:
     inputs = LookaheadInputs(decoder_layers(inventory), settings.window, lookahead, gate, settings.deterministic, device)
     pruner, backends["visual tokens"] = attach_pruner(model, settings, calibration)
     context = StepContext(device, inputs, pruner, fewer_experts(settings, inventory))
-    runtime = Runtime(model, configuration, context, backends)
+    runtime = Runtime(model, configuration, context, backends, pools)
     bind(model, context)
     if configuration.experts.gpu_kernels is not None:
         serve_decode_graphs(model, context, partial(backends.__setitem__, "layers"))
@@ -246,10 +250,11 @@ def _service(
     hotness: Hotness | None = None,
     tiers: Tiers | None = None,
     drafts: DraftPool | None = None,
+    pools: Pools | None = None,
 ) -> tuple[ExpertService, dict[str, str]]:
     """(what serves, what was chosen and why). `metrics` go on counting; `hotness` is what an earlier configuration has learned,
     and `tiers` what it has left: those that fit serve again with all that they hold, the others are dropped. `drafts`: the pool
-    of an earlier one with the same copies.
+    of an earlier one with the same copies. `pools`: of this configuration, and empty.
 
     Under hotness every expert is brought in before this returns, otherwise the pinned prefix.
     """
@@ -270,7 +275,7 @@ def _service(
         upgrades = Upgrades(policy, (upgrade_rates(settings, device),) * len(inventory.layouts), settings.deterministic)
     pager = Pager(
         inventory,
-        _pools(configuration),
+        pools if pools is not None else pools_of(configuration),
         mover,
         order=settings.eviction,
         window=settings.window,
@@ -319,7 +324,8 @@ def _same_drafts(one: Configuration, other: Configuration) -> bool:
     return (before.states, before.inventory.layouts) == (now.states, now.inventory.layouts)
 
 
-def _pools(configuration: Configuration) -> list[list[SlabPool]]:
+@torch.inference_mode(False)
+def pools_of(configuration: Configuration) -> Pools:
     """Per geometry a pool for each format, pinned experts included."""
     inventory, plan, device = configuration.experts.inventory, configuration.plan, configuration.device
     pinned = [0] * len(inventory.layouts)

@@ -141,7 +141,7 @@ def test_fast_kernels_that_do_not_fit_are_refused_and_auto_says_why(tmp_path):
 def test_linear_layers_are_served_by_a_forward_that_can_be_taken_off(checkpoint):
     model = load(checkpoint, kernels="torch")
     own = [module.forward for module in model.modules() if type(module) is nn.Linear]
-    assert serve_linears(model) > 0 and serve_linears(model) == 0
+    assert serve_linears(model)[0] > 0 and serve_linears(model) == (0, 0)
     assert [module.forward for module in model.modules() if type(module) is nn.Linear] != own
     for module in model.modules():
         module.__dict__.pop("forward", None)
@@ -161,6 +161,35 @@ def test_without_instructions_for_bfloat16_the_kernels_compute_linear_layers_of_
     found = linear(x)
     assert found.shape == (1, *alone.shape) and bool(calls) is not served
     assert not served or torch.equal(found[0], alone)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "convolution, sizes",
+    [(nn.Conv2d(3, 40, 4, stride=4), (17, 26)), (nn.Conv3d(3, 24, (2, 4, 4), stride=(2, 4, 4), bias=False), (2, 4, 4))],
+    ids=["a picture, with a rest at two sides", "a patch of two frames"],
+)
+def test_a_convolution_without_overlap_is_a_linear_layer_of_patches(convolution, sizes, dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "setup", lambda: cpu.KernelSetup("avx2", 1, "asked for"))  # which computes any number of rows
+    tower = nn.ModuleDict({"visual": convolution}).to(dtype)
+    x = torch.randn(50, 3, *sizes, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = nn.functional.conv2d if len(sizes) == 2 else nn.functional.conv3d
+    bias = None if convolution.bias is None else convolution.bias.double()
+    wanted = exact(x.double(), convolution.weight.double(), bias, stride=convolution.stride)
+    torchs = convolution(x)
+    assert serve_linears(tower) == (0, 1)
+    found = convolution(x)
+    del convolution.forward
+    assert found.dtype is dtype and found.shape == torchs.shape and found.is_contiguous()
+    assert (found - wanted).square().mean() <= 1.05**2 * (torchs - wanted).square().mean()
+
+
+@pytest.mark.parametrize(
+    "other", [nn.Conv2d(4, 4, 4, stride=2), nn.Conv2d(4, 4, 2, stride=2, padding=1), nn.Conv2d(4, 4, 2, stride=2, groups=2)]
+)
+def test_other_convolutions_stay_torchs(other):
+    assert serve_linears(nn.ModuleDict({"visual": other.bfloat16()})) == (0, 0)
 
 
 def test_gradients_flow_through_linear_layers_as_before(checkpoint):

@@ -188,9 +188,10 @@ def build(model: Any, configuration: Configuration, pools: Pools | None = None) 
     if configuration.backbone.about:
         backends["rest"] = configuration.backbone.about
     if configuration.experts.kernels is not None:
-        linears, routers = serve_linears(model), serve_routers(model)
+        (linears, of_vision), routers = serve_linears(model), serve_routers(model)
         up_to = f"up to {MOST_ROWS} rows" + (", and linear layers of any number" if served(MOST_ROWS + 1) else "")
-        backends["linears"] = f"fast: {linears} linear layers of the decoder and {routers} routers, {up_to}"
+        vision = f", {of_vision} of the vision tower" if of_vision else ""
+        backends["linears"] = f"fast: {linears} linear layers of the decoder{vision} and {routers} routers, {up_to}"
         backends["norms"] = _serve_rows(model)
         backends["attention"] = _serve_attention(model)
         layers, with_experts = serve_decoder_layers(model)

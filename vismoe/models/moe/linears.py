@@ -4,12 +4,14 @@ A product with a handful of rows reads every weight once and computes little, so
 closer to that speed than torch's. The change is a `forward` on the module object.
 
 Products of more rows are torch's, which use what the processor has for matrices (AMX) or for bfloat16. Where it has neither,
-torch's take three times as long as the kernels', which then compute any number of rows.
+torch's take three times as long as the kernels', which then compute any number of rows: of prompts, and of images, whose patches
+a vision tower projects by a convolution that no two patches share, a linear layer.
 
 Layers that a quantised checkpoint encodes stay encoded, as modules of their own. Where torch computes, their weights are restored
 piece by piece. Of encoded token embeddings the rows of the tokens are restored; a head that is tied to them has the same bytes.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,25 +33,67 @@ PIECE_WEIGHTS = 2**23  # of an encoded layer that are restored at once
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def serve_linears(model: nn.Module) -> int:
-    """Make the kernels compute the decoder's linear layers, as far as `served`; returns the number of these layers."""
-    return give_forward(_linears(model), _forward)
+def serve_linears(model: nn.Module) -> tuple[int, int]:
+    """Make the kernels compute linear layers, as far as `served`; returns how many the decoder has, and the vision tower."""
+    linears, patches = list(_served(model, _is_linear)), list(_served(model, _splits_into_patches))
+    of_vision = sum(is_vision(path) for path, _ in linears)
+    give_forward(((module,) for _, module in linears), _forward)
+    give_forward(((module,) for _, module in patches), _forward_of_patches)
+    return len(linears) - of_vision, of_vision + len(patches)
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Linear]]:
+def _served(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
-        plain = type(module) is nn.Linear and "forward" not in module.__dict__
-        if plain and not is_vision(path) and module.weight.device.type == "cpu" and module.weight.dtype in HALVES:
-            yield (module,)
+        if is_one(module) and "forward" not in module.__dict__:
+            weight: Any = module.weight
+            if weight.device.type == "cpu" and weight.dtype in HALVES:
+                yield path, module
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
+
+
+def _splits_into_patches(module: nn.Module) -> bool:
+    """Whether it multiplies each patch of an image by one matrix: a convolution whose steps are as long as its kernel."""
+    if not isinstance(module, nn.Conv2d | nn.Conv3d) or type(module) not in (nn.Conv2d, nn.Conv3d):
+        return False
+    plain = module.groups == 1 and set(module.dilation) == {1} and module.padding in ("valid", (0,) * len(module.stride))
+    return plain and module.stride == module.kernel_size
 
 
 def _forward(reference: Any, x: torch.Tensor) -> torch.Tensor:
     module = reference()
     weight, bias = module.weight, module.bias
     rows = x.numel() // weight.shape[1]
-    if not served(rows) or x.dtype is not weight.dtype or x.device.type != "cpu" or torch.is_grad_enabled():
+    if not _by_kernels(rows, x, weight):
         return nn.functional.linear(x, weight, bias)
-    return _by_pieces(x.reshape(rows, -1), len(weight), lambda piece: cpu.linear(piece, weight, bias)).view(*x.shape[:-1], -1)
+    return _product(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
+
+
+def _forward_of_patches(reference: Any, x: torch.Tensor) -> torch.Tensor:
+    """x `[n, channels, *sizes]` -> `[n, out, *counts]`, of the whole patches that fit along each size."""
+    module = reference()
+    weight, size = module.weight, module.kernel_size
+    counts = [length // step for length, step in zip(x.shape[2:], size)]
+    rows = math.prod(counts) * len(x)
+    if x.ndim != weight.ndim or not _by_kernels(rows, x, weight):
+        return type(module).forward(module, x)
+    for axis, (count, step) in enumerate(zip(counts, size), 2):
+        x = x.narrow(axis, 0, count * step)
+    cut = x.reshape(*x.shape[:2], *(length for both in zip(counts, size) for length in both))
+    places = range(2, cut.ndim, 2)
+    patches = cut.permute(0, *places, 1, *(place + 1 for place in places)).reshape(rows, -1)
+    out = _product(patches, weight.view(len(weight), -1), module.bias).view(len(x), *counts, -1)
+    return out.movedim(-1, 1).contiguous()
+
+
+def _by_kernels(rows: int, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return served(rows) and x.dtype is weight.dtype and x.device.type == "cpu" and not torch.is_grad_enabled()
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _by_pieces(x, len(weight), lambda piece: cpu.linear(piece, weight, bias))
 
 
 def few(rows: int) -> bool:

@@ -7,6 +7,7 @@
 //   load(const X*), store(X*, Operand), zero(), dot(Sum or Part, Operand, Operand), sum4(Sum[4], float[4])
 //   kTokens                        tokens whose sums fit in registers beside those of kRows rows, if weights need no decoding
 //   kDecodingTokens                the same if rows are decoded in registers; for more tokens rows are decoded to L1 first
+//   kRawTokens                     if weights of 16 bits are decoded in registers for any number of tokens: tokens of a block
 //   kScaledTokens, kScaledDecodingTokens  the same for encodings whose sums are scaled
 //   Decoder<Encoding>              kInputs and kUnitBytes of a unit, Scaling, scaling(Unit), decode(unit, j, scaling);
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
@@ -135,6 +136,12 @@ template <class S, class = void>
 constexpr bool offers_words = false;
 template <class S>
 constexpr bool offers_words<S, std::void_t<typename S::Words>> = true;
+
+// Tokens of a block for which weights of 16 bits are decoded in registers, whatever their number; 0: as other weights.
+template <class S, class = void>
+constexpr std::size_t raw_tokens = 0;
+template <class S>
+constexpr std::size_t raw_tokens<S, std::void_t<decltype(S::kRawTokens)>> = S::kRawTokens;
 
 // One unit of one row.
 struct Unit {
@@ -596,10 +603,11 @@ template <class S, class D>
 inline void product(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n, const Scratch& scratch,
                     float* y, std::size_t y_stride) {
   using Plain = PlainDecoder<S, D::kStep>;
+  constexpr bool kAnew = D::kStep == 0 && D::kGroups == 0 && raw_tokens<S> > 0;  // raw weights, for each block
   if constexpr (is_decoded<S, D>) {
     blocks<S, D, S::kTokens>(rows, count, in, n, y, y_stride);
-  } else if (constexpr std::size_t kMost = D::kStep > 0 ? S::kScaledDecodingTokens : S::kDecodingTokens;
-             n <= kMost && count == kRows) {
+  } else if (constexpr std::size_t kMost = kAnew ? raw_tokens<S> : D::kStep > 0 ? S::kScaledDecodingTokens : S::kDecodingTokens;
+             (kAnew || n <= kMost) && count == kRows) {
     blocks<S, D, kMost>(rows, count, in, n, y, y_stride);
   } else {
     Rows<Plain> plain;

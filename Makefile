@@ -60,7 +60,7 @@ test: $(DEV) $(TRITON)/.done ## the test suite, without what takes long
 	@$(PYTEST) $(QUICK) $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.done ## the same with the oldest transformers supported
-	@PYTHONPATH=$(OLDEST) $(PYTEST) $(QUICK) $(APART:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
+	@PYTHONPATH=$(OLDEST) $(PYTEST) $(QUICK) --budget 0.4 $(APART:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
 
 test-all: ## the whole test suite, with the newest and the oldest transformers: half an hour
 	@$(MAKE) QUICK= test; newest=$$?; $(MAKE) QUICK= test-oldest && exit $$newest

@@ -13,7 +13,7 @@ import tempfile
 
 import pytest
 from hypothesis import settings
-from quick import Stopwatch, leave_out
+from quick import BUDGET_S, Stopwatch, leave_out
 
 import vismoe  # noqa: F401  # before any file's transformers, which imports a torchvision that this mends
 
@@ -35,6 +35,7 @@ LONGEST = (
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="leave out what takes long, as `make test` does (tests/quick.py)")
+    parser.addoption("--budget", type=float, default=BUDGET_S, help="seconds that a test may take then")
     parser.addoption("--store-seconds", action="store_true", help="store how long tests take, in tests/seconds.json")
 
 
@@ -58,7 +59,7 @@ def pytest_collection_modifyitems(items, config):
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
     if config.getoption("quick"):
-        config.hook.pytest_deselected(items=leave_out(items))
+        config.hook.pytest_deselected(items=leave_out(items, config.getoption("budget")))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -369,7 +369,7 @@ def test_a_new_configuration_keeps_drops_or_reads_the_pool_anew(folder, monkeypa
     assert reads == ["int2"] and found.plan.bytes_of("draft pool (int2)") == found.drafts.nbytes
     kept = found.drafts.pools
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no slabs"):
-        patch.setattr(runtime, "_pools", lambda configuration, own=runtime._pools: once(configuration, own))
+        patch.setattr(runtime, "pools_of", lambda configuration, own=runtime.pools_of: once(configuration, own))
         failing = iter([RuntimeError("no slabs")])
 
         def once(configuration, own):

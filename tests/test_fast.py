@@ -3,6 +3,8 @@
 Oracles: the eager model in float64 and in bfloat16; the same model, all resident; torch's arithmetic on restored weights.
 """
 
+import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from vismoe.cli.main import main
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.kernels import cpu
 from vismoe.models.family.caches import cache_in
+from vismoe.models.load import quantizer
 from vismoe.models.moe import step_context
 from vismoe.models.moe.linears import PIECE_ROWS, serve_linears
 from vismoe.models.visual.growing_cache import GrowingLayer
@@ -166,12 +169,14 @@ def test_without_instructions_for_bfloat16_the_kernels_compute_linear_layers_of_
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "convolution, sizes",
-    [(nn.Conv2d(3, 40, 4, stride=4), (17, 26)), (nn.Conv3d(3, 24, (2, 4, 4), stride=(2, 4, 4), bias=False), (2, 4, 4))],
+    "make, size, sizes",
+    [(nn.Conv2d, 4, (17, 26)), (partial(nn.Conv3d, bias=False), (2, 4, 4), (2, 4, 4))],
     ids=["a picture, with a rest at two sides", "a patch of two frames"],
 )
-def test_a_convolution_without_overlap_is_a_linear_layer_of_patches(convolution, sizes, dtype, monkeypatch):
+def test_a_convolution_without_overlap_is_a_linear_layer_of_patches(make, size, sizes, dtype, monkeypatch):
     monkeypatch.setattr(cpu, "setup", lambda: cpu.KernelSetup("avx2", 1, "asked for"))  # which computes any number of rows
+    torch.manual_seed(0)
+    convolution = make(3, 40, size, stride=size)
     tower = nn.ModuleDict({"visual": convolution}).to(dtype)
     x = torch.randn(50, 3, *sizes, generator=torch.Generator().manual_seed(1)).to(dtype)
     exact = nn.functional.conv2d if len(sizes) == 2 else nn.functional.conv3d
@@ -179,17 +184,62 @@ def test_a_convolution_without_overlap_is_a_linear_layer_of_patches(convolution,
     wanted = exact(x.double(), convolution.weight.double(), bias, stride=convolution.stride)
     torchs = convolution(x)
     assert serve_linears(tower) == (0, 1)
+    calls, ours = [], cpu.linear
+    monkeypatch.setattr(cpu, "linear", lambda *arguments: calls.append(1) or ours(*arguments))
     found = convolution(x)
+    assert calls
     del convolution.forward
     assert found.dtype is dtype and found.shape == torchs.shape and found.is_contiguous()
     assert (found - wanted).square().mean() <= 1.05**2 * (torchs - wanted).square().mean()
 
 
 @pytest.mark.parametrize(
-    "other", [nn.Conv2d(4, 4, 4, stride=2), nn.Conv2d(4, 4, 2, stride=2, padding=1), nn.Conv2d(4, 4, 2, stride=2, groups=2)]
+    "other",
+    [
+        nn.Conv2d(4, 4, 4, stride=2),
+        nn.Conv2d(4, 4, 2, stride=2, padding=1),
+        nn.Conv2d(4, 4, 2, stride=2, groups=2),
+        nn.Conv2d(4, 4, 2, stride=2, dilation=2),
+        nn.ConvTranspose2d(4, 4, 2, stride=2),
+    ],
 )
-def test_other_convolutions_stay_torchs(other):
+def test_other_convolutions_stay_torchs(other, monkeypatch):
+    monkeypatch.setattr(cpu, "setup", lambda: cpu.KernelSetup("avx2", 1, "asked for"))
     assert serve_linears(nn.ModuleDict({"visual": other.bfloat16()})) == (0, 0)
+
+
+@torch.inference_mode()
+def test_a_vision_tower_stays_torchs_where_it_is_quick_and_after_a_change_of_its_type(monkeypatch):
+    tower = nn.ModuleDict({"visual": nn.Conv2d(3, 8, 2, stride=2), "lm_head": nn.Linear(8, 8)}).bfloat16()
+    monkeypatch.setattr(cpu, "setup", lambda: cpu.KernelSetup("amx", 1, "asked for"))
+    assert serve_linears(tower) == (1, 0)
+    monkeypatch.setattr(cpu, "setup", lambda: cpu.KernelSetup("avx2", 1, "asked for"))
+    assert serve_linears(tower) == (0, 1)
+    picture = torch.randn(1, 3, 40, 40)
+    found = tower["visual"].float()(picture)
+    del tower["visual"].forward
+    assert torch.equal(found, tower["visual"](picture))
+
+
+def test_the_pools_of_a_load_that_failed_make_way_for_the_next(checkpoint, monkeypatch):
+    made, own_pools, own_memory = [], quantizer.pools_of, quantizer.own_memory
+
+    def noted(configuration):
+        pools = own_pools(configuration)
+        made.append(weakref.ref(pools[0][0]))
+        return pools
+
+    def failing(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantizer, "pools_of", noted)
+    monkeypatch.setattr(quantizer, "own_memory", failing)
+    with pytest.raises(KeyboardInterrupt) as _held:  # with the frames of the load
+        load(checkpoint)
+    assert made[0]() is not None
+    monkeypatch.setattr(quantizer, "own_memory", own_memory)
+    model = load(checkpoint)
+    assert made[0]() is None and vismoe.runtime_of(model).pager.tables[0].pool.pools[0] is made[1]()
 
 
 def test_gradients_flow_through_linear_layers_as_before(checkpoint):

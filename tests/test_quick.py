@@ -57,7 +57,7 @@ def test_who_joins_has_cases_of_which_another_test_has_one(seconds, joined, tmp_
     items = [Item(f"test_a.py::test_joins[{n}]", {"made": n}, joins) for n in range(10)]
     items += [Item(f"test_a.py::test_long[{n}]", {"made": n}, {"budget": 5.0}) for n in range(10)]
     items += [Item(f"test_b.py::test_joins_nobody[{n}]", {"made": n}, joins) for n in range(10)]
-    left_out = leave_out(items)
+    left_out = leave_out(items, budget_s=1.0)
     running = {
         name: {item.params["made"] for item in items if f"::{name}[" in item.nodeid} for name in ("test_long", "test_joins")
     }

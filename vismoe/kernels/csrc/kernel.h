@@ -7,8 +7,8 @@
 //   load(const X*), store(X*, Operand), zero(), dot(Sum or Part, Operand, Operand), sum4(Sum[4], float[4])
 //   kTokens                        tokens whose sums fit in registers beside those of kRows rows, if weights need no decoding
 //   kDecodingTokens                the same if rows are decoded in registers; for more tokens rows are decoded to L1 first
-//   kRawTokens                     if weights of 16 bits are decoded in registers for any number of tokens: tokens of a block
 //   kScaledTokens, kScaledDecodingTokens  the same for encodings whose sums are scaled
+//   kRawTokens                     if weights of 16 bits are decoded in registers for any number of tokens: of a block of these
 //   Decoder<Encoding>              kInputs and kUnitBytes of a unit, Scaling, scaling(Unit), decode(unit, j, scaling);
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
 //   sums(const float*), scaled_sum(Sum, Part, Sum scale), ones(), an Operand
@@ -598,12 +598,12 @@ void sum_inputs(const Inputs<typename S::X>& in, std::size_t inputs, std::size_t
   }
 }
 
-// y for `count` rows in registers if the tokens are few, otherwise by way of the tile.
+// y for `count` rows in registers if the tokens are few, or the set decodes raw weights so, otherwise by way of the tile.
 template <class S, class D>
 inline void product(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n, const Scratch& scratch,
                     float* y, std::size_t y_stride) {
   using Plain = PlainDecoder<S, D::kStep>;
-  constexpr bool kAnew = D::kStep == 0 && D::kGroups == 0 && raw_tokens<S> > 0;  // raw weights, for each block
+  constexpr bool kAnew = D::kStep == 0 && D::kGroups == 0 && raw_tokens<S> > 0;  // decode raw weights again for each block
   if constexpr (is_decoded<S, D>) {
     blocks<S, D, S::kTokens>(rows, count, in, n, y, y_stride);
   } else if (constexpr std::size_t kMost = kAnew ? raw_tokens<S> : D::kStep > 0 ? S::kScaledDecodingTokens : S::kDecodingTokens;

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
@@ -73,6 +73,8 @@ class VisMoEQuantizer(HfQuantizer):
     """Overrides hooks whose signatures transformers 5.17 to 5.24 share, and nothing else."""
 
     requires_calibration = False
+    _loading_now: ClassVar[weakref.WeakSet["VisMoEQuantizer"]] = weakref.WeakSet()  # or failed, and held by a traceback
+    _pools: Pools | None = None
 
     def update_device_map(self, device_map: Any) -> Any:
         """`auto` and its kin spread whole layers; here the model goes to one device with an index, and experts are paged."""
@@ -83,6 +85,8 @@ class VisMoEQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        for other in list(self._loading_now):
+            other._pools = None  # of a load that failed; one that runs makes others
         settings = self.quantization_config.settings
         bound_kernel_caches(settings.kernels)
         return_large_blocks()
@@ -102,9 +106,9 @@ class VisMoEQuantizer(HfQuantizer):
             checkpoint_files = [settings.gguf]
         self._configuration = configuration = open_model(model, checkpoint_files, settings, device)
         weakref.finalize(model, configuration.close)  # also when loading fails later
-        self._pools: Pools | None = None
         if device.type == "cpu":  # they get their pages while the other weights load (pools/backing.py)
             self._pools = pools_of(configuration)
+            self._loading_now.add(self)
         if configuration.reading.embeddings_on_disk and (table := table_of(model, configuration.source.headers)):
             weakref.finalize(model, leave_on_disk(model, table).close)
         strip_experts(model)
@@ -122,8 +126,9 @@ class VisMoEQuantizer(HfQuantizer):
             own_memory(model, files)
         self._configuration.backbone.fill(model, files, self._configuration.device)
         refuse_changed(self._configuration.source.headers, "loaded", "load the model again, when no program writes to its files")
-        build(model, self._configuration, self._pools)
-        del self._pools
+        self._loading_now.discard(self)
+        pools, self._pools = self._pools, None
+        build(model, self._configuration, pools)
         return model
 
     @property

@@ -1,11 +1,11 @@
-"""Lets the CPU kernels compute linear layers with few rows: attention projections and the language model head at decode.
+"""Lets the CPU kernels compute linear layers: with few rows, as attention projections and the language model head have at decode.
 
 A product with a handful of rows reads every weight once and computes little, so memory speed bounds it; the expert kernels come
 closer to that speed than torch's. The change is a `forward` on the module object.
 
 Products of more rows are torch's, which use what the processor has for matrices (AMX) or for bfloat16. Where it has neither,
-torch's take three times as long as the kernels', which then compute any number of rows: of prompts, and of images, whose patches
-a vision tower projects by a convolution that no two patches share, a linear layer.
+torch's take three times as long as the kernels', which then compute any number of rows: of prompts, and of images in a vision
+tower. A convolution whose patches do not overlap is a linear layer of patches there.
 
 Layers that a quantised checkpoint encodes stay encoded, as modules of their own. Where torch computes, their weights are restored
 piece by piece. Of encoded token embeddings the rows of the tokens are restored; a head that is tied to them has the same bytes.
@@ -34,20 +34,21 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def serve_linears(model: nn.Module) -> tuple[int, int]:
-    """Make the kernels compute linear layers, as far as `served`; returns how many the decoder has, and the vision tower."""
-    linears, patches = list(_served(model, _is_linear)), list(_served(model, _splits_into_patches))
-    of_vision = sum(is_vision(path) for path, _ in linears)
-    give_forward(((module,) for _, module in linears), _forward)
-    give_forward(((module,) for _, module in patches), _forward_of_patches)
-    return len(linears) - of_vision, of_vision + len(patches)
+    """Make the kernels compute the decoder's linear layers as far as `served`, and a vision tower's where they compute any number
+    of rows; returns how many these are of both."""
+    decoders = give_forward(_modules(model, _is_linear, of_vision=False), _forward)
+    if not served(MOST_ROWS + 1):
+        return decoders, 0
+    of_vision = give_forward(_modules(model, _is_linear, of_vision=True), _forward)
+    return decoders, of_vision + give_forward(_modules(model, _splits_into_patches, of_vision=True), _forward_of_patches)
 
 
-def _served(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[tuple[str, Any]]:
+def _modules(model: nn.Module, is_one: Callable[[nn.Module], bool], of_vision: bool) -> Iterator[tuple[nn.Module]]:
     for path, module in model.named_modules():
-        if is_one(module) and "forward" not in module.__dict__:
+        if is_one(module) and is_vision(path) is of_vision and "forward" not in module.__dict__:
             weight: Any = module.weight
             if weight.device.type == "cpu" and weight.dtype in HALVES:
-                yield path, module
+                yield (module,)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -89,7 +90,8 @@ def _forward_of_patches(reference: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _by_kernels(rows: int, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return served(rows) and x.dtype is weight.dtype and x.device.type == "cpu" and not torch.is_grad_enabled()
+    fits = x.dtype is weight.dtype and x.dtype in HALVES and x.device.type == "cpu" and weight.is_contiguous()
+    return fits and served(rows) and not torch.is_grad_enabled()
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -34,8 +34,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def serve_linears(model: nn.Module) -> tuple[int, int]:
-    """Make the kernels compute the decoder's linear layers as far as `served`, and a vision tower's where they compute any number
-    of rows; returns how many these are of both."""
+    """Make the kernels compute the decoder's linear layers as far as `served`, and the vision tower's where they compute any
+    number of rows; returns how many these are of each."""
     decoders = give_forward(_modules(model, _is_linear, of_vision=False), _forward)
     if not served(MOST_ROWS + 1):
         return decoders, 0
@@ -55,9 +55,9 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear
 
 
-def _splits_into_patches(module: nn.Module) -> bool:
+def _splits_into_patches(module: Any) -> bool:
     """Whether it multiplies each patch of an image by one matrix: a convolution whose steps are as long as its kernel."""
-    if not isinstance(module, nn.Conv2d | nn.Conv3d) or type(module) not in (nn.Conv2d, nn.Conv3d):
+    if type(module) not in (nn.Conv2d, nn.Conv3d):
         return False
     plain = module.groups == 1 and set(module.dilation) == {1} and module.padding in ("valid", (0,) * len(module.stride))
     return plain and module.stride == module.kernel_size

@@ -44,7 +44,7 @@ from vismoe.models.visual.growing_cache import GrowingLayer
 
 KNOWN = frozenset({CACHE, "attention_mask", "position_embeddings", "position_ids", "use_cache"})  # what a layer may be given
 EVERYWHERE = (everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks)  # hooks of all modules
-MOST_LAYERS = 16  # of one call, which nothing interrupts
+MOST_LAYERS = 64  # of one call, which nothing interrupts
 RETRY_CALLS = 500  # after which a layer is computed ahead again that was so in vain
 MOST_ANGLES = 4  # that a decoder makes for a pass, for several kinds of layers
 

@@ -138,8 +138,8 @@ def _runs(pid: int) -> bool:
 def test_a_worker_of_llama_cpp_carries_neither_torch_nor_transformers():
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source, by hand")
     code = (
-        "import sys; from vismoe.bench import worker; from vismoe.bench.job import Job; import llama_cpp; "
-        "worker._loader_of(Job('llama.cpp-mmap', '', '', 'cpu', (), 2, 0, 1, 0)); "
+        "import contextlib, sys; from vismoe.bench import worker; import llama_cpp; "
+        "worker._loader_of('llama.cpp-mmap', [], contextlib.ExitStack()); "
         "print(sorted({'torch', 'transformers'} & set(sys.modules)), 'vismoe.bench.llama_runner' in sys.modules)"
     )
     assert printed(code).strip() == "[] True"

@@ -137,7 +137,7 @@ def test_a_timeline_that_fails_does_not_lose_what_was_measured():
 
 def test_the_result_is_there_before_the_timeline_is_written(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(worker, "_loader_of", lambda job: Runner)
+    monkeypatch.setattr(worker, "_loader_of", lambda way, files, reading: Runner)
     monkeypatch.setattr(worker, "die_with_parent", lambda: None)
     monkeypatch.setattr(Runner, "trace", lambda self, path: seen.append((tmp_path / "result").exists()))
     monkeypatch.setattr(sys, "stdin", io.StringIO(replace(JOB, trace="t.json").to_json()))
@@ -216,13 +216,22 @@ def test_a_worker_asks_cold_then_warm_and_drops_the_files_before(tmp_path, monke
 
 
 def test_bytes_that_loading_reads_are_counted(monkeypatch):
-    counts = iter([100, 350])
+    counts = iter([100, 350, 400])
     monkeypatch.setattr(worker, "disk_bytes", lambda: next(counts))
     assert worker.answer(JOB, Runner)[0].load_disk_bytes == 250
+    answer, _ = worker.answer(JOB, Runner, 2.0, 90)
+    assert (answer.load_disk_bytes, answer.import_s) == (310, 2.0), "since the process began"
+
+
+def test_the_worker_of_vismoe_is_told_the_weight_files_to_read_ahead():
+    body = "out.write_text(json.dumps({'files': sys.argv[3:]}))"
+    files = ("a.safetensors", "b.gguf", "experts.int4.00001.bin")
+    assert run_job(replace(JOB, files=files), Groups(None), script(body))["files"] == ["a.safetensors", "b.gguf"]
+    assert run_job(replace(JOB, files=files, way="accelerate"), Groups(None), script(body))["files"] == []
 
 
 def test_a_cold_open_is_compared_with_the_disk_and_the_computation():
-    """1 s of loading 500 B and 1 s to the first token, 100 B; 600 B take a second, and a prompt computes for 0.25 s at least."""
+    """1 s of imports and loading, 500 B, and 1 s to the first token, 100 B; 600 B take 1 s, and a prompt computes for 0.25 s."""
     (run,) = runs_of("vismoe", [4.0, 2.0], load_disk_bytes=500)
     for one, stall_s in zip(run["requests"], (0.5, 0.75), strict=True):
         one["counters"] = {phase: COUNTERS | {"stall_seconds": stall_s} for phase in ("prefill", "decode")}
@@ -280,7 +289,8 @@ def runs_of(name, *answers, **fields):
         run = dict(
             contestant=name,
             repeat=repeat,
-            load_s=1.0,
+            import_s=0.5,
+            load_s=0.5,
             peak_bytes=None,
             peak_rss_bytes=7,
             cached_bytes=0,

@@ -300,14 +300,29 @@ def load_engine(
 
     `quiet`: without transformers' progress bar, which is about what is not an expert and takes seconds.
     """
-    given = {**further, **given_settings(arguments)}
-    with ctrl_c_exits(arguments):
+    given, options = {**further, **given_settings(arguments)}, model_options(arguments)
+    with ctrl_c_exits(arguments), contextlib.ExitStack() as ahead:
         with quick_imports():
+            ahead.enter_context(_reading_ahead(model, options, given))
             from vismoe.engine.engine import load
 
         if quiet and (transformers := sys.modules.get("transformers")):
             transformers.utils.logging.disable_progress_bar()
-        return load(model, **model_options(arguments), **given)
+        return load(model, **options, **given)
+
+
+def _reading_ahead(
+    model: str | None, options: Mapping[str, Any], settings: Mapping[str, Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Reads what a model on the CPU holds beside its experts, as far as the checkpoint has it as it will be; imports torch."""
+    from vismoe.machine.hardware import torch_device
+    from vismoe.store.read_ahead import reading_ahead, weights_here
+
+    files = weights_here(model, options.get("revision"), settings.get("gguf"), settings.get("mmproj"))
+    others = "dtype" in options or settings.get("backbone", "own") != "own"  # are made of the checkpoint's tensors
+    if torch_device(options.get("device")).type != "cpu" or (others and not settings.get("gguf")):
+        files = []
+    return reading_ahead(files)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

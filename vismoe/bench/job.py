@@ -213,4 +213,5 @@ class Answer:
     parallel: tuple[ParallelAnswers, ...] = ()
     moe_s: dict[str, float] | None = None  # seconds in the routed experts of all MoE layers in a further request, by phase
     token_time: TokenTime | None = None
-    load_disk_bytes: int | None = None  # read from storage while loading
+    load_disk_bytes: int | None = None  # read from storage until it was loaded
+    import_s: float = 0.0  # from the start of the process until it could load

@@ -139,10 +139,10 @@ def summary(
     """One row with the same keys per contestant that ran, ordered by precision, VisMoE first.
 
     `cold` and `warm` hold the spread of every measure over processes (empty if nothing was measured), `first_answer_s` the time
-    of loading and the cold request's first token, `cold_open` that beside what it reads and computes, `moe_us` the time of the
-    routed experts per MoE layer and token by phase (None if it was not requested), `token_ms` where a decoded token's time goes
-    (None likewise), `failed` the reason or None, `not_cold` the reason if no cold ratio is given. VisMoE rows have
-    `times_as_fast_as`: the ratio of their speed to each rival of equal or full precision, by the rival's name.
+    from the start of the process to the cold request's first token, `cold_open` that beside what it reads and computes, `moe_us`
+    the time of the routed experts per MoE layer and token by phase (None if it was not requested), `token_ms` where a decoded
+    token's time goes (None likewise), `failed` the reason or None, `not_cold` the reason if no cold ratio is given. VisMoE
+    rows have `times_as_fast_as`: the ratio of their speed to each rival of equal or full precision, by the rival's name.
     """
     ran = {run["contestant"] for run in runs}
     ordered = sorted((one for one in contestants if one.name in ran), key=lambda one: PRECISIONS.index(one.precision))
@@ -194,8 +194,9 @@ def _of_one(runs: Sequence[Mapping[str, Any]], work: Work, ceilings: Ceilings, m
     done = [run for run in runs if "failed" not in run]
     row: dict[str, Any] = {
         "repeats": len(done),
+        "import_s": spread(run["import_s"] for run in done),
         "load_s": spread(run["load_s"] for run in done),
-        "first_answer_s": spread(run["load_s"] + cold["encode_s"] + cold["prefill_s"] for run in done for cold in _colds(run)),
+        "first_answer_s": spread(_first_answer_s(run, cold) for run in done for cold in _colds(run)),
         "cold_open": _cold_open(done, ceilings),
         "peak_bytes": max((run["peak_bytes"] or run["peak_rss_bytes"] for run in done), default=None),
         "cached_bytes": max((run["cached_bytes"] for run in done), default=None),
@@ -220,6 +221,11 @@ def _colds(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [request for request in run["requests"] if request["state"] == COLD]
 
 
+def _first_answer_s(run: Mapping[str, Any], cold: Mapping[str, Any]) -> float:
+    seconds: float = run["import_s"] + run["load_s"] + cold["encode_s"] + cold["prefill_s"]
+    return seconds
+
+
 def _cold_open(runs: Sequence[Mapping[str, Any]], ceilings: Ceilings) -> dict[str, dict[str, float] | None] | None:
     """Of a start to the first token, all files cold: seconds, bytes read, seconds that a prompt takes beside waiting for experts
     (the least of all requests), and how many times as long it took as these bytes at the disk's rate and that. None where the
@@ -230,7 +236,7 @@ def _cold_open(runs: Sequence[Mapping[str, Any]], ceilings: Ceilings) -> dict[st
         for cold in _colds(run):
             if not (rate and prefills) or read is None or cold["prefill_disk_bytes"] is None:
                 continue
-            seconds, nbytes = run["load_s"] + cold["encode_s"] + cold["prefill_s"], read + cold["prefill_disk_bytes"]
+            seconds, nbytes = _first_answer_s(run, cold), read + cold["prefill_disk_bytes"]
             compute_s = min(one["encode_s"] + one["prefill_s"] - one["counters"]["prefill"]["stall_seconds"] for one in prefills)
             ratio = seconds / (nbytes / rate + compute_s)
             found.append({"seconds": seconds, "bytes": nbytes, "compute_s": compute_s, "ratio": ratio})

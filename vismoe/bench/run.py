@@ -26,6 +26,7 @@ from vismoe.flags import signals_call
 from vismoe.threads import without_us
 
 WORKER = (sys.executable, "-m", "vismoe.bench.worker")
+WEIGHTS = (".safetensors", ".gguf")
 LOG_LINES = 12  # log lines kept of a failed worker
 
 
@@ -65,15 +66,16 @@ def run_all(
 
 def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[str, Any]:
     """Runs one worker from cold files to its answer: what `ReadyWorker.answer` returns."""
-    with ReadyWorker(job.way, job.threads, groups, worker) as ready:
+    files = [file for file in job.files if file.endswith(WEIGHTS)] if job.way == OURS else []
+    with ReadyWorker(job.way, job.threads, groups, worker, files) as ready:
         return ready.answer(job)
 
 
 class ReadyWorker:
-    """The process of one job, which may be started before the job is known: it imports what `way` needs, and waits. It does not
-    outlive a `with`."""
+    """The process of one job, which may be started before the job is known: it imports what `way` needs, reads ahead in `files`
+    meanwhile, and waits. It does not outlive a `with`."""
 
-    def __init__(self, way: str, threads: int, groups: Groups, worker: Sequence[str] = WORKER):
+    def __init__(self, way: str, threads: int, groups: Groups, worker: Sequence[str] = WORKER, files: Sequence[str] = ()):
         self._limit_bytes = groups.limit_bytes
         with contextlib.ExitStack() as stack:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vismoe-bench-")))
@@ -82,7 +84,7 @@ class ReadyWorker:
             numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
             usual = dict(os.environ) if way == OURS else without_us(os.environ)
             environment = {**usual, **numbers, "GGML_NO_BACKTRACE": "1"}  # otherwise a backtrace would fill the end of the log
-            command, early = self._group.command([*worker, str(self._folder / "result"), way]), list[int]()
+            command, early = self._group.command([*worker, str(self._folder / "result"), way, *files]), list[int]()
             with (self._folder / "log").open("w") as log, _held_back(early):  # or Ctrl-C left a process that is not known yet
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,

@@ -13,7 +13,7 @@ from vismoe.config import format_bytes
 NOTHING = "-"
 SPEED_LEGEND = """
 medians, in brackets the extremes over processes.
-first answer: loading and the cold prefill; files are dropped in between, so pages cached by loading are read again"""
+first answer: importing, loading and the cold prefill; files are dropped in between, so pages cached by loading are read again"""
 SPEED_COLUMNS = ("contestant", "state", "first answer", "encode", "prefill tokens/s", "decode tokens/s", "experts/layer")
 EXPERTS_LEGEND = "experts/layer: the routed experts alone, per MoE layer and token, in prefill, decode; without the router"
 PARALLEL_LEGEND = "\nrequests that decode at once: tokens/s of all together"
@@ -198,7 +198,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
         experts = row["notes"].get("experts")
         lines.append(f"{name}: {PROGRAMS[row['way']].what}" + (f" ({experts})" if experts else ""))
         if row["repeats"]:
-            lines[-1] += f"; loaded in {row['load_s']['median']:.1f} s, peak memory {format_bytes(row['peak_bytes'])}"
+            came_s, load_s = (row[name]["median"] for name in ("import_s", "load_s"))
+            lines[-1] += f"; imported in {came_s:.1f} s, loaded in {load_s:.1f} s, peak memory {format_bytes(row['peak_bytes'])}"
         if opened := row["cold_open"]:
             lines[-1] += (
                 f"; {opened['seconds']['median']:.1f} s to the first token, {opened['ratio']['median']:.2f} times what reading "

@@ -1,15 +1,17 @@
-"""One worker process: `python -m vismoe.bench.worker RESULT WAY` imports what that way to run a model needs, and no more, reads a
-job from stdin and writes its answer to the file RESULT.
+"""One worker process: `python -m vismoe.bench.worker RESULT WAY [FILE...]` imports what that way to run a model needs, and no
+more, reads a job from stdin and writes its answer to the file RESULT.
 
-The file appears complete or not at all, so a killed worker leaves none. The parent redirects the output of libraries.
+VisMoE reads ahead in the weight files FILE while it imports, as its commands do. The result appears complete or not at all, so a
+killed worker leaves none. The parent redirects the output of libraries.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from vismoe.bench.process import die_with_parent, difference, disk_bytes, peak_r
 from vismoe.flags import quick_imports
 
 
-def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
-    """(the answer, the runner): load, drop the pages that loading cached, time the cold and the warm requests."""
-    before, began_s = disk_bytes(), time.perf_counter()
+def answer(job: Job, load: Callable[[Job], Any], import_s: float = 0.0, before: int | None = None) -> tuple[Answer, Any]:
+    """(the answer, the runner): load, drop the pages that loading cached, time the cold and the warm requests. import_s and
+    before: seconds since the process began, and bytes that it had read then; otherwise nothing was imported for the job."""
+    before, began_s = disk_bytes() if before is None else before, time.perf_counter()
     runner = load(job)
     load_s, read = time.perf_counter() - began_s, difference(disk_bytes(), before)
     offloaded = Path(job.offload_folder).rglob("*") if job.offload_folder else ()
@@ -36,10 +39,12 @@ def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
     moe_s = runner.moe_s() if job.moe_time else None
     token_time = runner.token_time() if job.token_time else None
     about = files_bytes, runner.notes, runner.logits
-    return Answer(load_s, tuple(requests), peak_bytes, cached_bytes, *about, parallel, moe_s, token_time, read), runner
+    found = Answer(load_s, tuple(requests), peak_bytes, cached_bytes, *about, parallel, moe_s, token_time, read, import_s)
+    return found, runner
 
 
-def _loader_of(way: str) -> Callable[[Job], Any]:
+def _loader_of(way: str, files: Sequence[Path], reading: contextlib.ExitStack) -> Callable[[Job], Any]:
+    """What loads; from `files` is read ahead until then, within `reading`."""
     if PROGRAMS[way].package == "llama_cpp":
         from vismoe.bench import llama_runner
 
@@ -47,6 +52,10 @@ def _loader_of(way: str) -> Callable[[Job], Any]:
     with quick_imports():
         import torch
 
+        if files:
+            from vismoe.store.read_ahead import reading_ahead
+
+            reading.enter_context(reading_ahead(files))
         from vismoe.bench import contestants
 
     def load(job: Job) -> Any:
@@ -65,10 +74,13 @@ def _leave(file: Path, result: dict[str, Any]) -> None:
 def main(argv: list[str]) -> int:
     """Exit codes: 0; 1 for an error, which the result contains as `{"error": ...}`. A timeline is written after the result."""
     die_with_parent()
+    before, began_s = disk_bytes(), time.perf_counter()
     try:
-        load = _loader_of(argv[1])
-        job = Job.from_json(sys.stdin.read())
-        found, runner = answer(job, load)
+        with contextlib.ExitStack() as reading:
+            load = _loader_of(argv[1], [Path(file) for file in argv[2:]], reading)
+            import_s = time.perf_counter() - began_s
+            job = Job.from_json(sys.stdin.read())
+            found, runner = answer(job, load, import_s, before)
     except Exception as error:  # the process boundary; the parent reports the error
         _leave(Path(argv[0]), {"error": f"{type(error).__name__}: {error}"})
         return 1

@@ -11,18 +11,31 @@ from vismoe.kernels.restore import restore as restore_matrix
 from vismoe.pools.advice import in_huge_pages
 from vismoe.store.arrangement import SAME
 from vismoe.store.files import OpenFiles
+from vismoe.store.read_ahead import take
 from vismoe.store.tensors import EncodedTensor, TensorPart
 
 PIECE_BYTES = 2 * 2**20  # of a file that are rearranged at once
 
 
+def read_new(files: OpenFiles, file: int, offset_bytes: int, nbytes: int) -> Tensor:
+    """uint8 `[bytes]` in memory of their own: what was read ahead, or is read now. Raises CheckpointError."""
+    ready = take(files.states[file], offset_bytes, nbytes)
+    if ready is not None:
+        return ready
+    into = in_huge_pages(torch.empty(nbytes, dtype=torch.uint8))
+    if nbytes:
+        files.expect(file, [offset_bytes], nbytes)  # twice as fast as what the system reads ahead by itself
+        files.fill_large(file, offset_bytes, into.numpy())
+    return into
+
+
 def read_part(files: OpenFiles, part: TensorPart) -> Tensor:
     """A part as a record would hold it. Raises CheckpointError."""
-    into = in_huge_pages(torch.empty(part.result, dtype=part.arrangement.dtype(part.dtype)))
-    files.expect(part.file, [part.offset_bytes], part.nbytes)  # twice as fast as what the system reads ahead by itself
-    if part.arrangement is SAME and part.dtype == into.dtype:
-        _fill(files, part, into)
-        return into
+    dtype = part.arrangement.dtype(part.dtype)
+    if part.arrangement is SAME and part.dtype == dtype:
+        return read_new(files, part.file, part.offset_bytes, part.nbytes).view(dtype).view(part.result)
+    into = in_huge_pages(torch.empty(part.result, dtype=dtype))
+    files.expect(part.file, [part.offset_bytes], part.nbytes)
     rows = part.shape[0]
     row_bytes = part.nbytes // max(1, rows)
     each = max(2, PIECE_BYTES // max(1, row_bytes) // 2 * 2)

@@ -52,6 +52,7 @@ from vismoe.store.expert_store import Reads, StoreOnDisk, Stores
 from vismoe.store.index import command
 from vismoe.store.packed import PackedStore, find_store, formats_in, store_beside
 from vismoe.store.packed_linears import PackedLinears
+from vismoe.store.read_ahead import held_bytes
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair, RecordLayout
 
 K = TypeVar("K")
@@ -194,7 +195,7 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
         try:
             calibration = Calibration.find(source.paths[0].parent, settings)
             curves, why_not = calibration.drafts if calibration is not None else None, ""
-            table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, probe(device)
+            table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, _with_read_ahead(probe(device))
             if settings.draft == "auto":
                 stores, experts, why_not = _with_weighed_draft(model, source, stores, experts, curves, settings, device)
             unpacked = experts
@@ -220,6 +221,13 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
             source.close()
             raise
     return Configuration(source, needs, hardware, device, calibration, table, settings, stores, experts, backbone, reading)
+
+
+def _with_read_ahead(hardware: Hardware) -> Hardware:
+    """The same, of which what was read ahead takes nothing: it is part of what is planned for."""
+    held = held_bytes()
+    on_cpu = held if hardware.device == "cpu" else 0
+    return dataclasses.replace(hardware, free_bytes=hardware.free_bytes + on_cpu, free_host_bytes=hardware.free_host_bytes + held)
 
 
 def _read(

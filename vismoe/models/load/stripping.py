@@ -18,6 +18,7 @@ from vismoe.models.family.families import expert_modules, expert_parameters
 from vismoe.pools.advice import in_huge_pages
 from vismoe.store.files import OpenFiles
 from vismoe.store.page_cache import mappings
+from vismoe.store.tensor_reads import read_new
 
 LARGE_BYTES = 2**20
 
@@ -59,12 +60,11 @@ def own_memory(model: nn.Module, files: OpenFiles | None = None) -> int:
         owned.add(id(tensor))
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in copies:
-            copies[key] = copy = in_huge_pages(torch.empty_like(tensor, requires_grad=False))
             found = place(tensor) if place is not None else None
             if files is None or found is None:
-                copy.copy_(tensor.detach())
+                copies[key] = in_huge_pages(torch.empty_like(tensor, requires_grad=False)).copy_(tensor.detach())
             else:
-                files.fill_large(*found, copy.view(-1).view(torch.uint8).numpy())
+                copies[key] = read_new(files, *found, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
             copied_bytes += tensor.nbytes
         tensor.data = copies[key]
     return copied_bytes

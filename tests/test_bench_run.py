@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from vismoe.bench import run as runs
 from vismoe.bench import worker
+from vismoe.bench.benchmark import backbone_of
 from vismoe.bench.job import COLD, WARM, BenchRequest, Contestant, Job, TokenTime, contestants_of
 from vismoe.bench.limits import Groups
 from vismoe.bench.report import Ceilings, Work, agreement, measures, observed, spread, summary, warnings
@@ -227,7 +228,8 @@ def test_the_worker_of_vismoe_is_told_the_weight_files_to_read_ahead():
     body = "out.write_text(json.dumps({'files': sys.argv[3:]}))"
     files = ("a.safetensors", "b.gguf", "experts.int4.00001.bin")
     assert run_job(replace(JOB, files=files), Groups(None), script(body))["files"] == ["a.safetensors", "b.gguf"]
-    assert run_job(replace(JOB, files=files, way="accelerate"), Groups(None), script(body))["files"] == []
+    for other in (dict(way="accelerate"), dict(settings={"backbone": "int8"})):
+        assert run_job(replace(JOB, files=files, **other), Groups(None), script(body))["files"] == []
 
 
 def test_a_cold_open_is_compared_with_the_disk_and_the_computation():
@@ -369,6 +371,17 @@ def test_the_routed_experts_time_is_by_layer_and_token_and_compared():
 def test_smaller_experts_are_less_work_and_the_backbone_stays():
     assert WORK.with_experts_of(0.5) == Work(prefill_bytes=350, decode_bytes=75, backbone_bytes=100, expert_bytes=5)
     assert replace(WORK, prefill_bytes=None).with_experts_of(0.5).prefill_bytes is None
+    assert WORK.with_backbone_of(40) == replace(
+        WORK, prefill_bytes=WORK.prefill_bytes - 60, decode_bytes=WORK.decode_bytes - 60, backbone_bytes=40
+    )
+
+
+def test_a_backbone_counts_as_its_contestant_held_it():
+    """In int8, say; where a contestant does not say, as the checkpoint has it."""
+    backbone = [("attention", 10), ("lm head", 20)]
+    plan = {"parts": [{"name": "lm head", "bytes": 7}, {"name": "KV cache", "bytes": 5}]}
+    assert backbone_of(backbone, [{"failed": "x"}, {"notes": {"plan": plan}}]) == [("attention", 10), ("lm head", 7)]
+    assert backbone_of(backbone, [{"notes": {}}]) == backbone_of(backbone, []) == backbone
 
 
 def test_prefill_is_what_vismoe_counted_and_unknown_where_routing_is_not_uniform():

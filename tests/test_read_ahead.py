@@ -37,7 +37,8 @@ OTHERS = [*EXPERTS, "model.embed_tokens.weight", "mtp.fc.weight"]
 def checkpoint(tmp_path):
     """A file of tensors of 1 MB, each of one number, and a small one."""
     tensors = {name: torch.full((MB,), index, dtype=torch.uint8) for index, name in enumerate([*NEEDED, *OTHERS])}
-    tensors |= {"model.norm.weight": torch.zeros(64), "layers.0.input_linear.weight": torch.zeros(4, 256, 256)}
+    tensors |= {"model.norm.weight": torch.zeros(64), "layers.0.input_linear.weight": torch.zeros(4, 512, 512, dtype=torch.uint8)}
+    tensors |= {"layers.0.float32.weight": torch.zeros(512, 512)}
     save_file(tensors, tmp_path / "a.safetensors")
     return tmp_path / "a.safetensors"
 
@@ -77,7 +78,7 @@ def test_which_tensors_and_how_many(checkpoint):
         places = {entry.offset_bytes: name for name, entry in header.tensors.items()}
         return [places[entry.offset_bytes] for _, entry in large_tensors([header], most_bytes)]
 
-    assert sorted(names(3 * MB)) == sorted(NEEDED), "no embeddings, no experts, whatever their name, nothing small"
+    assert sorted(names(3 * MB)) == sorted(NEEDED), "no embeddings, no experts, whatever their name, nothing small or cast"
     assert names(3 * MB - 1) == names(3 * MB)[:2] and names(0) == []
 
 
@@ -96,7 +97,7 @@ def loaded(folder, open_it):
 def test_a_model_is_loaded_from_what_was_read_ahead(family, tmp_path, monkeypatch):
     monkeypatch.setattr(read_ahead, "LARGE_BYTES", 1)
     monkeypatch.setattr("vismoe.models.load.stripping.LARGE_BYTES", 1)
-    expected = tiny_models.reference(tiny_models.save(family, tmp_path)).state_dict()
+    expected = tiny_models.reference(tiny_models.save(family, tmp_path, dtype=torch.bfloat16), torch.bfloat16).state_dict()
     config = VisMoEConfig(memory="25%", kernels="torch", context=256)
     cls = tiny_models.model_class(tmp_path)
     state, taken, left = loaded(tmp_path, lambda: cls.from_pretrained(tmp_path, quantization_config=config))
@@ -116,7 +117,8 @@ def test_a_gguf_file_is_loaded_from_what_was_read_ahead(tmp_path, monkeypatch):
 
     state, taken, left = loaded(tmp_path, opened)
     (header,) = headers_of(file)
-    assert taken == sum("_exps" not in name for name in header.tensors) and left == 0
+    assert taken == sum("_exps" not in name and entry.dtype == torch.bfloat16 for name, entry in header.tensors.items())
+    assert left == 0
     expected = opened().state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in state.items())
 

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +44,7 @@ from vismoe.models.family.families import positions_of
 from vismoe.models.inputs.images import open_image
 from vismoe.models.inputs.prompts import PromptBuilder
 from vismoe.models.load.preview import preview
+from vismoe.planning.needs import decode_read_bytes
 from vismoe.planning.plan import Plan
 from vismoe.planning.sizes import size_up
 from vismoe.store.index import files_of
@@ -111,7 +112,10 @@ def run(order: BenchOptions, progress: Callable[[int, bool], AbstractContextMana
     prompt_tokens = len(task.job.token_ids) + picture_tokens(subject.config, order.picture)
     uniform = order.geometry is not None and not order.skew
     work = observed(Work.of(subject.backbone, subject.inventory, prompt_tokens, uniform), outcome.runs)
-    works = {one.name: work.with_experts_of(subject.expert_share(one.expert_type)) for one in contestants}
+    works = {}
+    for one in contestants:
+        fixed = decode_read_bytes(backbone_of(subject.backbone, [run for run in outcome.runs if run["contestant"] == one.name]))
+        works[one.name] = work.with_experts_of(subject.expert_share(one.expert_type)).with_backbone_of(fixed)
     unstarted = [{"contestant": name, "failed": reason} for name, reason in unfit.items()]
     figures = summary([*outcome.runs, *unstarted], contestants, works, ceilings, len(subject.inventory.layers))
     machine = dataclasses.asdict(facts())
@@ -284,6 +288,13 @@ def _plan(order: BenchOptions, subject: Subject, settings: dict[str, Any], devic
             f"--limit {format_bytes(order.limit)} is too small: VisMoE needs {needed[1]} for this model, and "
             f"{format_bytes(imports_bytes())} are needed by the process itself. Fix: --limit {least} or more"
         ) from error
+
+
+def backbone_of(backbone: Sequence[tuple[str, int]], runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+    """(component, bytes) as these runs of a contestant held them, where they said it; otherwise as the checkpoint has them."""
+    plans = [run["notes"]["plan"] for run in runs if "plan" in run.get("notes", ())]
+    held = {part["name"]: part["bytes"] for plan in plans[-1:] for part in plan["parts"]}
+    return [(name, held.get(name, nbytes)) for name, nbytes in backbone]
 
 
 def held_bytes(subject: Subject, plan: Plan) -> int:

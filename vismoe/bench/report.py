@@ -62,6 +62,12 @@ class Work:
         prefill = None if self.prefill_bytes is None else smaller(self.prefill_bytes)
         return Work(prefill, smaller(self.decode_bytes), self.backbone_bytes, share * self.expert_bytes)
 
+    def with_backbone_of(self, nbytes: float) -> "Work":
+        """The same work, if what is not an expert has so many bytes."""
+        more = nbytes - self.backbone_bytes
+        prefill = None if self.prefill_bytes is None else self.prefill_bytes + more
+        return Work(prefill, self.decode_bytes + more, nbytes, self.expert_bytes)
+
 
 def expert_read_bytes(inventory: ExpertInventory, tokens: int) -> float:
     """Expected bytes of the experts that `tokens` tokens of one step choose, if routing is uniform."""

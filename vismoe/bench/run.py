@@ -66,7 +66,8 @@ def run_all(
 
 def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[str, Any]:
     """Runs one worker from cold files to its answer: what `ReadyWorker.answer` returns."""
-    files = [file for file in job.files if file.endswith(WEIGHTS)] if job.way == OURS else []
+    ahead = job.way == OURS and job.settings.get("backbone", "own") == "own"  # otherwise a store has them
+    files = [file for file in job.files if file.endswith(WEIGHTS)] if ahead else []
     with ReadyWorker(job.way, job.threads, groups, worker, files) as ready:
         return ready.answer(job)
 

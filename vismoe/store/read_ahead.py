@@ -28,7 +28,8 @@ from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read
 LARGE_BYTES = 2**20  # of a tensor that is worth it
 SHARE = 0.5  # of free memory to read into, before a plan says what it is for
 THREADS = 2  # one copies out of its bounce buffer while the disk fills the other's
-# Routed experts, and what may stay on disk or be read as another type.
+CAST = (torch.float32, torch.float64)  # a model may hold it in another type, which is made of the file's
+# Routed experts, embeddings, which may stay on disk, and the layer that drafts.
 LEFT_OUT = re.compile(r"\.experts\.|_exps\.|embed_tokens|\bmtp\.")
 MOST_DIMENSIONS = 2  # experts may have any name, but those of a layer in one tensor have three
 _READING: ContextVar["ReadAhead | None"] = ContextVar("what reads ahead of loading", default=None)
@@ -45,16 +46,16 @@ class ReadAhead:
         self._threads: list[threading.Thread] = []
         self._start(self._run, paths, most_bytes)
 
-    @property
-    def held_bytes(self) -> int:
-        """Of what was read, and not taken yet."""
-        return sum(tensor.nbytes for tensor in list(self._found.values()))
-
     def stop(self) -> None:
         """When this returns, nothing is read ahead any more."""
         self._stopped.set()
         for thread in self._threads:  # the first one may add another while it is waited for
             thread.join()
+
+    def held_bytes(self) -> int:
+        """Of what was read, and not taken yet. Nothing is read ahead any more."""
+        self.stop()
+        return sum(tensor.nbytes for tensor in self._found.values())
 
     def take(self, key: Key) -> torch.Tensor | None:
         """uint8 `[bytes]`, once. Nothing is read ahead any more: the caller reads the rest."""
@@ -114,6 +115,8 @@ def large_tensors(headers: Sequence[SafetensorsHeader], most_bytes: int) -> list
         for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].offset_bytes):
             if entry.nbytes < LARGE_BYTES or len(entry.shape) > MOST_DIMENSIONS or LEFT_OUT.search(name):
                 continue
+            if entry.dtype in CAST:
+                continue
             left_bytes -= entry.nbytes
             if left_bytes < 0:
                 return found
@@ -123,7 +126,7 @@ def large_tensors(headers: Sequence[SafetensorsHeader], most_bytes: int) -> list
 
 @contextlib.contextmanager
 def reading_ahead(paths: Sequence[Path], most_bytes: int | None = None) -> Iterator[None]:
-    """Within, large tensors of these files are read, until the first of them is asked for. most_bytes: half of what is free."""
+    """Within, large tensors of these files are read, until loading asks for them. most_bytes: half of what is free."""
     if not paths:
         yield
         return
@@ -137,9 +140,9 @@ def reading_ahead(paths: Sequence[Path], most_bytes: int | None = None) -> Itera
 
 
 def held_bytes() -> int:
-    """Of what was read ahead in this context: memory of this process that loading will use."""
+    """Of what was read ahead in this context, and is not any more: memory of this process that loading will use."""
     reading = _READING.get()
-    return reading.held_bytes if reading is not None else 0
+    return reading.held_bytes() if reading is not None else 0
 
 
 def take(state: FileState, offset_bytes: int, nbytes: int) -> torch.Tensor | None:

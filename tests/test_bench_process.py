@@ -139,7 +139,7 @@ def test_a_worker_of_llama_cpp_carries_neither_torch_nor_transformers():
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source, by hand")
     code = (
         "import contextlib, sys; from vismoe.bench import worker; import llama_cpp; "
-        "worker._loader_of('llama.cpp-mmap', [], contextlib.ExitStack()); "
+        "worker._loader_of('llama.cpp-mmap', None, contextlib.ExitStack()); "
         "print(sorted({'torch', 'transformers'} & set(sys.modules)), 'vismoe.bench.llama_runner' in sys.modules)"
     )
     assert printed(code).strip() == "[] True"

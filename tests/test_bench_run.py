@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from vismoe.bench.report import Ceilings, Work, agreement, measures, observed, s
 from vismoe.bench.run import ReadyWorker, run_all, run_job
 from vismoe.bench.turns import rotating
 from vismoe.errors import ConfigError
+from vismoe.store.read_ahead import WeightFiles
 
 JOB = Job("vismoe", "model", "bfloat16", "cpu", (1, 2), 3, 2, 1, 0)
 DONE = "import json, os, pathlib, signal, sys, time; job = json.loads(sys.stdin.read()); out = pathlib.Path(sys.argv[1]); "
@@ -224,12 +226,14 @@ def test_bytes_that_loading_reads_are_counted(monkeypatch):
     assert (answer.load_disk_bytes, answer.import_s) == (310, 2.0), "since the process began"
 
 
-def test_the_worker_of_vismoe_is_told_the_weight_files_to_read_ahead():
-    body = "out.write_text(json.dumps({'files': sys.argv[3:]}))"
-    files = ("a.safetensors", "b.gguf", "experts.int4.00001.bin")
-    assert run_job(replace(JOB, files=files), Groups(None), script(body))["files"] == ["a.safetensors", "b.gguf"]
-    for other in (dict(way="accelerate"), dict(settings={"backbone": "int8"})):
-        assert run_job(replace(JOB, files=files, **other), Groups(None), script(body))["files"] == []
+def test_the_worker_of_vismoe_is_told_what_to_read_ahead_while_it_imports():
+    """As its commands: on the CPU, what the checkpoint has as it will be held."""
+    body = "out.write_text(json.dumps({'said': sys.argv[3:]}))"
+    settings = {"gguf": "m.gguf", "memory": "25%"}
+    (said,) = run_job(replace(JOB, settings=settings), Groups(None), script(body))["said"]
+    assert WeightFiles.of(**json.loads(said)) == WeightFiles((Path("m.gguf"),))
+    for other in (dict(way="accelerate"), dict(settings={"backbone": "int8"}), dict(device="cuda:0")):
+        assert run_job(replace(JOB, **other), Groups(None), script(body))["said"] == []
 
 
 def test_a_cold_open_is_compared_with_the_disk_and_the_computation():

@@ -1,5 +1,6 @@
 """What is read from disk while libraries are imported: large tensors beside the routed experts, until loading asks for one."""
 
+import json
 import os
 import threading
 import time
@@ -10,54 +11,66 @@ import pytest
 import tiny_models
 import torch
 from hub_cache import put
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from vismoe import flags
 from vismoe.cli.main import command_parser
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
-from vismoe.models.load import opening
+from vismoe.models.load import opening, quantizer
 from vismoe.models.load.gguf import GgufWeights, load_gguf
 from vismoe.models.load.preview import read_config
 from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.models.load.runtime import runtime_of
 from vismoe.planning.needs import Hardware
 from vismoe.store import read_ahead
 from vismoe.store.files import CheckpointFiles
-from vismoe.store.read_ahead import headers_of, held_bytes, large_tensors, reading_ahead, take, weights_here
+from vismoe.store.read_ahead import WeightFiles, forget, headers_of, held_bytes, is_reading, reading_ahead, take
 from vismoe.store.safetensors_header import read_header
 from vismoe.store.tensor_reads import read_new
 
 MB = 2**20
 NEEDED = ["model.layers.0.mlp.shared_experts.up_proj.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"]
 EXPERTS = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in range(2)]
-OTHERS = [*EXPERTS, "model.embed_tokens.weight", "mtp.fc.weight"]
+OTHERS = [
+    *EXPERTS,
+    "model.embed_tokens.weight",
+    "mtp.fc.weight",
+    "model.layers.0.mlp.gate.weight",
+    "model.layers.1.shared_head.weight",
+]
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A file of tensors of 1 MB, each of one number, and a small one."""
+    """A file of tensors of 1 MB, each of one number, and others, beside a configuration of one layer in bfloat16."""
     tensors = {name: torch.full((MB,), index, dtype=torch.uint8) for index, name in enumerate([*NEEDED, *OTHERS])}
     tensors |= {"model.norm.weight": torch.zeros(64), "layers.0.input_linear.weight": torch.zeros(4, 512, 512, dtype=torch.uint8)}
-    tensors |= {"layers.0.float32.weight": torch.zeros(512, 512)}
-    save_file(tensors, tmp_path / "a.safetensors")
-    return tmp_path / "a.safetensors"
+    tensors |= {"layers.0.float32.weight": torch.zeros(512, 512), "layers.0.half.weight": torch.zeros(1024, 512).half()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16", "text_config": {"num_hidden_layers": 1}}))
+    return tmp_path / "model.safetensors"
 
 
 def finished():
     """Waits until everything is read."""
-    reading = read_ahead._READING.get()
-    for thread in reading._threads:
+    for thread in read_ahead._READING.get()._threads:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def ahead(checkpoint, most_bytes=10 * MB):
+    return reading_ahead(WeightFiles.of(str(checkpoint.parent)), most_bytes)
 
 
 def numbers_of(names):
     return {[*NEEDED, *OTHERS].index(name) for name in names}
 
 
-def test_large_tensors_beside_routed_experts_are_read_once_and_are_the_files(checkpoint):
+def test_large_tensors_beside_routed_experts_are_read_once_and_are_the_files(checkpoint, monkeypatch):
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", MB // 3)
     header = read_header(checkpoint)
-    with reading_ahead([checkpoint], 10 * MB):
+    with ahead(checkpoint):
         finished()
         assert held_bytes() == 3 * MB
         files, found = CheckpointFiles([header]).hold(), set()
@@ -68,46 +81,81 @@ def test_large_tensors_beside_routed_experts_are_read_once_and_are_the_files(che
             found.add(int(tensor[0]))
             assert take(files.states[0], entry.offset_bytes, entry.nbytes) is None, "it is its taker's"
         assert found == numbers_of(NEEDED) and held_bytes() == 0
-    assert held_bytes() == 0 and take(files.states[0], entry.offset_bytes, entry.nbytes) is None
+    assert held_bytes() == 0 and not is_reading() and take(files.states[0], entry.offset_bytes, entry.nbytes) is None
+
+
+def names_of(files, most_bytes=2**40):
+    headers = [header for path in files.paths for header in headers_of(path)]
+    places = {(file, entry.offset_bytes): name for file, one in enumerate(headers) for name, entry in one.tensors.items()}
+    return [places[file, entry.offset_bytes] for file, entry in files.large_tensors(headers, most_bytes)]
 
 
 def test_which_tensors_and_how_many(checkpoint):
-    header = read_header(checkpoint)
-
-    def names(most_bytes):
-        places = {entry.offset_bytes: name for name, entry in header.tensors.items()}
-        return [places[entry.offset_bytes] for _, entry in large_tensors([header], most_bytes)]
-
-    assert sorted(names(3 * MB)) == sorted(NEEDED), "no embeddings, no experts, whatever their name, nothing small or cast"
-    assert names(3 * MB - 1) == names(3 * MB)[:2] and names(0) == []
+    folder = str(checkpoint.parent)
+    found = names_of(WeightFiles.of(folder))
+    assert sorted(found) == sorted(NEEDED), "no experts, whatever their name, nothing small, cast, or of no layer"
+    assert names_of(WeightFiles.of(folder), 3 * MB - 1) == found[:2] and names_of(WeightFiles.of(folder), 0) == []
+    assert set(names_of(WeightFiles.of(folder, dtype="float16"))) == {*NEEDED, "layers.0.half.weight"}
+    assert set(names_of(WeightFiles.of(folder, dtype="float32"))) == {*NEEDED, "layers.0.float32.weight"}
 
 
-def loaded(folder, open_it):
-    """(the weights of the model that `open_it` loads while large tensors of `folder` were read ahead, how many of these it took,
-    how many are left)."""
-    with reading_ahead(sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf")), 2**30):
+def test_what_does_not_fit_is_passed_over(tmp_path):
+    save_file(
+        {"a": torch.zeros(4, MB, dtype=torch.uint8), "b": torch.zeros(2, MB, dtype=torch.uint8)}, tmp_path / "a.safetensors"
+    )
+    files = WeightFiles((tmp_path / "a.safetensors",))
+    assert names_of(files) == ["a", "b"] and names_of(files, 3 * MB) == ["b"]
+
+
+def loaded(files, open_it):
+    """(the model that `open_it` loads while large tensors of the files were read ahead, how many of these it took, how many
+    it left)."""
+    with reading_ahead(files, 2**30):
         finished()
-        found = read_ahead._READING.get()._found
-        before = len(found)
-        state = open_it().state_dict()
-        return state, before - len(found), len(found)
+        before, left = len(read_ahead._READING.get()._found), []
+        real = quantizer.forget
+        try:
+            quantizer.forget = lambda: left.append(len(read_ahead._READING.get()._found)) or real()
+            model = open_it()
+        finally:
+            quantizer.forget = real
+        assert held_bytes() == 0, "what it left is free"
+        return model, before - left[0], left[0]
+
+
+@pytest.fixture
+def of_any_size(monkeypatch):
+    """Tensors of tiny models count as large."""
+    monkeypatch.setattr(read_ahead, "LARGE_BYTES", 1)
+    monkeypatch.setattr("vismoe.models.load.stripping.LARGE_BYTES", 1)
+
+
+def opened(folder):
+    config = VisMoEConfig(memory="25%", kernels="torch", context=256)
+    return tiny_models.model_class(folder).from_pretrained(folder, quantization_config=config)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "gpt_oss"])
-def test_a_model_is_loaded_from_what_was_read_ahead(family, tmp_path, monkeypatch):
-    monkeypatch.setattr(read_ahead, "LARGE_BYTES", 1)
-    monkeypatch.setattr("vismoe.models.load.stripping.LARGE_BYTES", 1)
+def test_a_model_is_loaded_from_what_was_read_ahead(family, tmp_path, of_any_size):
     expected = tiny_models.reference(tiny_models.save(family, tmp_path, dtype=torch.bfloat16), torch.bfloat16).state_dict()
-    config = VisMoEConfig(memory="25%", kernels="torch", context=256)
-    cls = tiny_models.model_class(tmp_path)
-    state, taken, left = loaded(tmp_path, lambda: cls.from_pretrained(tmp_path, quantization_config=config))
+    model, taken, left = loaded(WeightFiles.of(str(tmp_path)), lambda: opened(tmp_path))
     assert taken >= 8 and left == 0
-    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-def test_a_gguf_file_is_loaded_from_what_was_read_ahead(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_ahead, "LARGE_BYTES", 1)
-    gguf_files.write(tmp_path, "qwen3_moe", lambda name: "Q4_K" if "exps" in name else "BF16")
+def test_tensors_that_loading_casts_are_left_to_it(tmp_path, of_any_size):
+    """The model is in the type of config.json, whatever the files have; what was read in vain is forgotten."""
+    tiny_models.save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16)
+    (file,) = tmp_path.glob("*.safetensors")
+    save_file({name: tensor.half() for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    assert names_of(WeightFiles.of(str(tmp_path))) == []
+    model, taken, left = loaded(WeightFiles((file,)), lambda: opened(tmp_path))
+    assert taken == 0 and left > 8 and model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16", "Q8_0", "Q6_K"])
+def test_a_gguf_file_is_loaded_from_what_was_read_ahead(kind, tmp_path, of_any_size):
+    gguf_files.write(tmp_path, "qwen3_moe", lambda name: "Q4_K" if "exps" in name else kind)
     file, config = tmp_path / "model.gguf", read_config(tmp_path)
     settings = Settings.of(memory="25%", kernels="torch", gguf=file)
 
@@ -115,75 +163,56 @@ def test_a_gguf_file_is_loaded_from_what_was_read_ahead(tmp_path, monkeypatch):
         weights, quantization = GgufWeights(str(tmp_path), config, settings, []), VisMoEConfig(**vars(settings))
         return load_gguf(weights, tiny_models.model_class(tmp_path), torch.bfloat16, None, quantization_config=quantization)
 
-    state, taken, left = loaded(tmp_path, opened)
+    model, taken, left = loaded(WeightFiles.of(str(tmp_path), gguf=str(file)), opened)
     (header,) = headers_of(file)
-    assert taken == sum("_exps" not in name and entry.dtype == torch.bfloat16 for name, entry in header.tensors.items())
-    assert left == 0
+    assert taken == sum("_exps" not in name for name in header.tensors) and left == 0
     expected = opened().state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in state.items())
-
-
-def test_what_was_read_ahead_is_free_memory_to_the_plan(checkpoint):
-    for device, found in (("cpu", (13 * MB, 13 * MB)), ("cuda", (10 * MB, 10 * MB + 3 * MB))):
-        hardware = Hardware(device, 10 * MB, 20 * MB, 10 * MB)
-        with reading_ahead([checkpoint], 10 * MB):
-            finished()
-            counted = opening._with_read_ahead(hardware)
-        assert (counted.free_bytes, counted.free_host_bytes) == found
-
-
-@pytest.mark.parametrize(
-    "given, begins",
-    [
-        ([], True),
-        (["--memory", "1GiB"], True),
-        (["--gguf", "m.gguf", "--dtype", "float32"], True),
-        (["--dtype", "float32"], False),
-        (["--backbone", "int8"], False),
-    ],
-)
-def test_a_command_reads_ahead_what_loading_will_hold(given, begins, checkpoint, tmp_path, monkeypatch):
-    """On the CPU, unless other numbers than those of the files are held."""
-    seen = []
-
-    def load(model, **given):
-        seen.append(read_ahead._READING.get())
-        raise ConfigError("enough")
-
-    monkeypatch.setattr("vismoe.engine.engine.load", load)
-    parser = command_parser("chat")
-    arguments = parser.parse_intermixed_args([str(tmp_path), "Hello?", "--device", "cpu", *given])
-    with pytest.raises(ConfigError, match="enough"):
-        flags.load_engine(arguments, str(tmp_path))
-    assert (seen[0] is not None) == begins
-    assert read_ahead._READING.get() is None and not any("read-ahead" in thread.name for thread in threading.enumerate())
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
 def test_what_was_not_read_ahead_is_read_and_nothing_is_read_ahead_any_more(checkpoint, monkeypatch):
     """The first tensor that loading asks for ends it, once the one under way is there."""
     header, begun, go_on = read_header(checkpoint), threading.Event(), threading.Event()
-    fill = read_ahead.OpenFiles.fill_all
+    fill = read_ahead.OpenFiles.fill
 
-    def slow(files, stretches):
+    def slow(files, *what):
         if threading.current_thread().name == "vismoe-read-ahead":
             begun.set()
             assert go_on.wait(60)
-        return fill(files, stretches)
+        return fill(files, *what)
 
     monkeypatch.setattr(read_ahead, "THREADS", 1)
-    monkeypatch.setattr(read_ahead.OpenFiles, "fill_all", slow)
-    with reading_ahead([checkpoint], 10 * MB):
+    monkeypatch.setattr(read_ahead.OpenFiles, "fill", slow)
+    with ahead(checkpoint):
         assert begun.wait(60)
         threading.Timer(0.05, go_on.set).start()
+        assert held_bytes() == MB and not any(thread.is_alive() for thread in read_ahead._READING.get()._threads)
         files = CheckpointFiles([header]).hold()
         for name in NEEDED:
             entry = header.tensors[name]
-            assert set(read_new(files, 0, entry.offset_bytes, entry.nbytes).tolist()) <= numbers_of([name])
-        assert held_bytes() in (0, MB) and not any(thread.is_alive() for thread in read_ahead._READING.get()._threads)
+            assert set(read_new(files, 0, entry.offset_bytes, entry.nbytes).tolist()) == numbers_of([name])
+
+
+def test_who_leaves_does_not_wait_for_a_large_tensor(checkpoint, monkeypatch):
+    begun, go_on, calls = threading.Event(), threading.Event(), []
+
+    def slow(files, *what):
+        calls.append(what)
+        begun.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", MB // 4)
+    monkeypatch.setattr(read_ahead, "THREADS", 1)
+    monkeypatch.setattr(read_ahead.OpenFiles, "fill", slow)
+    with ahead(checkpoint):
+        assert begun.wait(60)
+        reading = read_ahead._READING.get()
+        threading.Timer(0.05, go_on.set).start()
+    assert len(calls) == 1 and not reading._found
 
 
 def test_a_file_that_has_changed_since_is_read_anew(checkpoint):
-    with reading_ahead([checkpoint], 10 * MB):
+    with ahead(checkpoint):
         finished()
         entry = read_header(checkpoint).tensors[NEEDED[0]]
         time.sleep(0.02)
@@ -194,9 +223,11 @@ def test_a_file_that_has_changed_since_is_read_anew(checkpoint):
         assert set(read_new(files, 0, entry.offset_bytes, entry.nbytes).tolist()) == {77}
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "cut while it is read", "no memory", "no file at all"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "cut while it is read", "no memory", "no thread"])
 def test_what_is_wrong_is_left_to_loading(checkpoint, damage, monkeypatch):
-    files = [checkpoint]
+    """Nothing is raised or printed, here or in a thread."""
+    files, said = WeightFiles.of(str(checkpoint.parent)), []
+    monkeypatch.setattr(threading, "excepthook", said.append)
     if damage == "missing":
         checkpoint.unlink()
     elif damage == "truncated":
@@ -205,34 +236,99 @@ def test_what_is_wrong_is_left_to_loading(checkpoint, damage, monkeypatch):
         made = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *given, **named: os.truncate(checkpoint, 5000) or made(*given, **named))
     elif damage == "no memory":
-        monkeypatch.setattr(read_ahead, "in_huge_pages", lambda tensor: _no_memory())
+        monkeypatch.setattr(read_ahead, "in_huge_pages", _no_memory)
     else:
-        files = []
+        monkeypatch.setattr(threading.Thread, "start", _no_memory)
     with reading_ahead(files, 10 * MB):
-        if files:
-            finished()
+        assert is_reading()
+        finished()
         assert held_bytes() == 0
+    assert said == []
 
 
-def _no_memory():
-    raise RuntimeError("DefaultCPUAllocator: not enough memory")
+def _no_memory(*given):
+    raise RuntimeError("not enough memory, or threads")
 
 
 def test_another_context_gets_nothing(checkpoint):
     """Two models that are loaded at a time in one process have nothing to do with each other."""
     other = copy_context()
-    with reading_ahead([checkpoint], 10 * MB):
+    with ahead(checkpoint):
         finished()
         assert held_bytes() == 3 * MB and other.run(held_bytes) == 0
+        forget()
+        assert held_bytes() == 0
+
+
+def test_what_was_read_ahead_is_free_memory_to_the_plan(tmp_path, of_any_size):
+    """As far as it can be part of what is needed beside the experts."""
+    tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    needs = runtime_of(opened(tmp_path)).configuration.needs
+    backbone_bytes = sum(nbytes for _, nbytes in needs.backbone)
+    with reading_ahead(WeightFiles.of(str(tmp_path)), 10 * MB):
+        finished()
+        held = held_bytes()
+        assert 0 < held <= backbone_bytes
+        counted = opening._with_read_ahead(Hardware("cpu", 10 * MB, 20 * MB, 10 * MB), needs)
+        assert counted.free_bytes == counted.free_host_bytes == 10 * MB + held
+        for key in list(read_ahead._READING.get()._found)[:1]:  # of another file, say
+            read_ahead._READING.get()._found[key] = torch.empty(2 * backbone_bytes, dtype=torch.uint8)
+        counted = opening._with_read_ahead(Hardware("cpu", 10 * MB, 20 * MB, 10 * MB), needs)
+        assert counted.free_bytes == 10 * MB + backbone_bytes
+        on_gpu = Hardware("cuda", 10 * MB, 20 * MB, 10 * MB)
+        assert opening._with_read_ahead(on_gpu, needs) == on_gpu
+
+
+@pytest.mark.parametrize(
+    ("given", "begins"),
+    [
+        ([], True),
+        (["--memory", "1GiB"], True),
+        (["--gguf", "m.gguf", "--dtype", "float32"], True),
+        (["--backbone", "int8"], False),
+        (["--revision", "other"], True),
+    ],
+)
+def test_a_command_reads_ahead_what_loading_will_hold(given, begins, checkpoint, tmp_path, monkeypatch):
+    """Unless other numbers than those of the files are held. Who encloses the imports before it begins then."""
+    seen = []
+
+    def load(model, **given):
+        seen.append(read_ahead._READING.get())
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("vismoe.engine.engine.load", load)
+    arguments = command_parser("chat").parse_intermixed_args([str(tmp_path), "Hello?", "--device", "cpu", *given])
+    with pytest.raises(ConfigError, match="enough"):
+        flags.load_engine(arguments, str(tmp_path))
+    assert (seen[0] is not None) == begins and not is_reading()
+    with pytest.raises(ConfigError, match="enough"), flags.reading_ahead(arguments, str(tmp_path)):
+        outer = read_ahead._READING.get()
+        flags.load_engine(arguments, str(tmp_path))
+    assert seen[1] is outer and (outer is not None) == begins and not is_reading()
+    assert not any("read-ahead" in thread.name for thread in threading.enumerate())
 
 
 def test_where_the_weights_are(checkpoint, tmp_path, monkeypatch):
+    """Those that loading takes: an index or the usual name, not whatever else lies there."""
     folder, cache = str(tmp_path), tmp_path / "hub"
-    assert weights_here(None, None, None, None) == []
-    assert weights_here(folder, None, None, None) == [checkpoint]
-    assert [file.name for file in weights_here(folder, None, "m.gguf", "v.gguf")] == ["m.gguf", "v.gguf"]
-    assert [file.name for file in weights_here("m.gguf", None, None, None)] == ["m.gguf"]
+    (tmp_path / "consolidated.safetensors").touch()
+    assert WeightFiles.of(None) == WeightFiles()
+    assert WeightFiles.of(folder) == WeightFiles((checkpoint,), "bfloat16", 1)
+    assert WeightFiles.of(folder, dtype="float32").dtype == "float32"
+    assert [file.name for file in WeightFiles.of(folder, gguf="m.gguf", mmproj="v.gguf").paths] == ["m.gguf", "v.gguf"]
+    assert [file.name for file in WeightFiles.of("m.gguf").paths] == ["m.gguf"]
+    index = {"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [file.name for file in WeightFiles.of(folder).paths] == ["model-1.safetensors", "model-2.safetensors"]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-    snapshot = put(cache, "us/model", lambda into: [(into / name).touch() for name in ("config.json", "b.safetensors")])
-    assert weights_here("us/model", None, None, None) == [snapshot / "b.safetensors"]
-    assert weights_here("us/other", None, None, None) == weights_here("not a name", None, None, None) == []
+    snapshot = put(cache, "us/model", lambda into: (into / "config.json").write_text('{"torch_dtype": "float16"}'))
+    assert WeightFiles.of("us/model") == WeightFiles((snapshot / "model.safetensors",), "float16", None)
+
+
+@pytest.mark.parametrize("name", ["us/other", "not a name", "x" * 300, "a\0b", "\udc80"])
+@pytest.mark.parametrize("config", ["", "[]", '{"text_config": 3}', "{}"])
+def test_a_name_or_a_configuration_that_means_nothing_is_left_to_loading(name, config, tmp_path):
+    assert WeightFiles.of(name).paths == ()
+    (tmp_path / "config.json").write_text(config)
+    assert WeightFiles.of(str(tmp_path)) == (WeightFiles((tmp_path / "model.safetensors",)) if config == "{}" else WeightFiles())

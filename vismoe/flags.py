@@ -244,7 +244,7 @@ def quick_imports() -> Iterator[None]:
     not while tokens are made, and not when the process ends. scipy is imported when its function is called. transformers reads
     its 2,000 files once to find what they define: it asks twice, and remembers the answers for 128 of its 500 folders.
     """
-    if "torch" in sys.modules:
+    if "transformers" in sys.modules:
         yield
         return
     gc.disable()
@@ -293,6 +293,28 @@ def _scipy_later() -> Iterator[None]:
             del sys.modules[name]
 
 
+@contextlib.contextmanager
+def reading_ahead(arguments: Namespace, model: str | None, further: Mapping[str, Any] = NO_FURTHER) -> Iterator[None]:
+    """Within, `load_engine` and the imports before it: meanwhile threads read what the model will hold beside its experts, on the
+    CPU. Ctrl-C ends the process. Imports torch."""
+    with ctrl_c_exits(arguments):
+        with quick_imports():
+            from vismoe.machine.hardware import torch_device
+            from vismoe.store import read_ahead
+
+        if read_ahead.is_reading():
+            yield
+            return
+        settings, options = {**further, **given_settings(arguments)}, model_options(arguments)
+        files = read_ahead.WeightFiles()
+        by_store = settings.get("backbone", "own") != "own"  # which has linear layers in another type
+        if torch_device(options.get("device")).type == "cpu" and not by_store:
+            about = {name: settings.get(name) for name in ("gguf", "mmproj")}
+            files = read_ahead.WeightFiles.of(model, revision=options.get("revision"), dtype=options.get("dtype"), **about)
+        with read_ahead.reading_ahead(files):
+            yield
+
+
 def load_engine(
     arguments: Namespace, model: str | None, further: Mapping[str, Any] = NO_FURTHER, quiet: bool = False
 ) -> "Engine":
@@ -301,28 +323,13 @@ def load_engine(
     `quiet`: without transformers' progress bar, which is about what is not an expert and takes seconds.
     """
     given, options = {**further, **given_settings(arguments)}, model_options(arguments)
-    with ctrl_c_exits(arguments), contextlib.ExitStack() as ahead:
+    with reading_ahead(arguments, model, further):
         with quick_imports():
-            ahead.enter_context(_reading_ahead(model, options, given))
             from vismoe.engine.engine import load
 
         if quiet and (transformers := sys.modules.get("transformers")):
             transformers.utils.logging.disable_progress_bar()
         return load(model, **options, **given)
-
-
-def _reading_ahead(
-    model: str | None, options: Mapping[str, Any], settings: Mapping[str, Any]
-) -> contextlib.AbstractContextManager[None]:
-    """Reads what a model on the CPU holds beside its experts, as far as the checkpoint has it as it will be; imports torch."""
-    from vismoe.machine.hardware import torch_device
-    from vismoe.store.read_ahead import reading_ahead, weights_here
-
-    files = weights_here(model, options.get("revision"), settings.get("gguf"), settings.get("mmproj"))
-    others = "dtype" in options or settings.get("backbone", "own") != "own"  # are made of the checkpoint's tensors
-    if torch_device(options.get("device")).type != "cpu" or (others and not settings.get("gguf")):
-        files = []
-    return reading_ahead(files)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -214,4 +214,4 @@ class Answer:
     moe_s: dict[str, float] | None = None  # seconds in the routed experts of all MoE layers in a further request, by phase
     token_time: TokenTime | None = None
     load_disk_bytes: int | None = None  # read from storage until it was loaded
-    import_s: float = 0.0  # from the start of the process until it could load
+    import_s: float = 0.0  # from the first import for its way until it could load

@@ -26,7 +26,6 @@ from vismoe.flags import signals_call
 from vismoe.threads import without_us
 
 WORKER = (sys.executable, "-m", "vismoe.bench.worker")
-WEIGHTS = (".safetensors", ".gguf")
 LOG_LINES = 12  # log lines kept of a failed worker
 
 
@@ -66,17 +65,25 @@ def run_all(
 
 def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[str, Any]:
     """Runs one worker from cold files to its answer: what `ReadyWorker.answer` returns."""
-    ahead = job.way == OURS and job.settings.get("backbone", "own") == "own"  # otherwise a store has them
-    files = [file for file in job.files if file.endswith(WEIGHTS)] if ahead else []
-    with ReadyWorker(job.way, job.threads, groups, worker, files) as ready:
+    with ReadyWorker(job.way, job.threads, groups, worker, _read_ahead(job)) as ready:
         return ready.answer(job)
 
 
-class ReadyWorker:
-    """The process of one job, which may be started before the job is known: it imports what `way` needs, reads ahead in `files`
-    meanwhile, and waits. It does not outlive a `with`."""
+def _read_ahead(job: Job) -> dict[str, Any] | None:
+    """What VisMoE's worker reads ahead, as its commands do; None: nothing."""
+    if job.way != OURS or job.device != "cpu" or job.settings.get("backbone", "own") != "own":
+        return None
+    files = {name: job.settings.get(name) for name in ("gguf", "mmproj")}
+    return {"model": job.model, "revision": job.revision, "dtype": job.dtype, **files}
 
-    def __init__(self, way: str, threads: int, groups: Groups, worker: Sequence[str] = WORKER, files: Sequence[str] = ()):
+
+class ReadyWorker:
+    """The process of one job, which may be started before the job is known: it imports what `way` needs, reads ahead
+    meanwhile (`files`: the arguments of `WeightFiles.of`), and waits. It does not outlive a `with`."""
+
+    def __init__(
+        self, way: str, threads: int, groups: Groups, worker: Sequence[str] = WORKER, files: Mapping[str, Any] | None = None
+    ):
         self._limit_bytes = groups.limit_bytes
         with contextlib.ExitStack() as stack:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vismoe-bench-")))
@@ -85,7 +92,8 @@ class ReadyWorker:
             numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
             usual = dict(os.environ) if way == OURS else without_us(os.environ)
             environment = {**usual, **numbers, "GGML_NO_BACKTRACE": "1"}  # otherwise a backtrace would fill the end of the log
-            command, early = self._group.command([*worker, str(self._folder / "result"), way, *files]), list[int]()
+            said = [] if files is None else [json.dumps(files)]
+            command, early = self._group.command([*worker, str(self._folder / "result"), way, *said]), list[int]()
             with (self._folder / "log").open("w") as log, _held_back(early):  # or Ctrl-C left a process that is not known yet
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,

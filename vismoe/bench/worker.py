@@ -1,8 +1,8 @@
-"""One worker process: `python -m vismoe.bench.worker RESULT WAY [FILE...]` imports what that way to run a model needs, and no
+"""One worker process: `python -m vismoe.bench.worker RESULT WAY [FILES]` imports what that way to run a model needs, and no
 more, reads a job from stdin and writes its answer to the file RESULT.
 
-VisMoE reads ahead in the weight files FILE while it imports, as its commands do. The result appears complete or not at all, so a
-killed worker leaves none. The parent redirects the output of libraries.
+VisMoE reads ahead while it imports, as its commands do: FILES are the arguments of `WeightFiles.of` in JSON. The result appears
+complete or not at all, so a killed worker leaves none. The parent redirects the output of libraries.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from vismoe.flags import quick_imports
 
 
 def answer(job: Job, load: Callable[[Job], Any], import_s: float = 0.0, before: int | None = None) -> tuple[Answer, Any]:
-    """(the answer, the runner): load, drop the pages that loading cached, time the cold and the warm requests. import_s and
-    before: seconds since the process began, and bytes that it had read then; otherwise nothing was imported for the job."""
+    """(the answer, the runner): load, drop the pages that loading cached, time the cold and the warm requests. import_s:
+    seconds that the process took to import, before: bytes that it had read when it began to; otherwise neither counts."""
     before, began_s = disk_bytes() if before is None else before, time.perf_counter()
     runner = load(job)
     load_s, read = time.perf_counter() - began_s, difference(disk_bytes(), before)
@@ -43,8 +43,8 @@ def answer(job: Job, load: Callable[[Job], Any], import_s: float = 0.0, before: 
     return found, runner
 
 
-def _loader_of(way: str, files: Sequence[Path], reading: contextlib.ExitStack) -> Callable[[Job], Any]:
-    """What loads; from `files` is read ahead until then, within `reading`."""
+def _loader_of(way: str, files: str | None, reading: contextlib.ExitStack) -> Callable[[Job], Any]:
+    """What loads; until then is read ahead, within `reading`."""
     if PROGRAMS[way].package == "llama_cpp":
         from vismoe.bench import llama_runner
 
@@ -52,10 +52,10 @@ def _loader_of(way: str, files: Sequence[Path], reading: contextlib.ExitStack) -
     with quick_imports():
         import torch
 
-        if files:
-            from vismoe.store.read_ahead import reading_ahead
+        if files is not None:
+            from vismoe.store.read_ahead import WeightFiles, reading_ahead
 
-            reading.enter_context(reading_ahead(files))
+            reading.enter_context(reading_ahead(WeightFiles.of(**json.loads(files))))
         from vismoe.bench import contestants
 
     def load(job: Job) -> Any:
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     before, began_s = disk_bytes(), time.perf_counter()
     try:
         with contextlib.ExitStack() as reading:
-            load = _loader_of(argv[1], [Path(file) for file in argv[2:]], reading)
+            load = _loader_of(argv[1], argv[2] if argv[2:] else None, reading)
             import_s = time.perf_counter() - began_s
             job = Job.from_json(sys.stdin.read())
             found, runner = answer(job, load, import_s, before)

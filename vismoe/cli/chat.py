@@ -58,22 +58,24 @@ def ui_arguments(parser: ArgumentParser) -> None:
 
 def run_ui(arguments: Namespace) -> int:
     """Serves the chat page until Ctrl-C; without a model, it is chosen on the page."""
-    with flags.quick_imports():
-        from vismoe.app.ui import require_gradio
+    model = flags.one_model(arguments)
+    with flags.reading_ahead(arguments, model, SERVING_DEFAULTS):
+        with flags.quick_imports():
+            from vismoe.app.ui import require_gradio
 
-        require_gradio()  # checked before minutes of loading
-        import gradio  # noqa: F401  # which `serve` needs
+            require_gradio()  # checked before minutes of loading
+            import gradio  # noqa: F401  # which `serve` needs
 
-        from vismoe.app.choosing import Catalog
-        from vismoe.app.page import Page
-        from vismoe.app.ui_serving import free_port, serve
+            from vismoe.app.choosing import Catalog
+            from vismoe.app.page import Page
+            from vismoe.app.ui_serving import free_port, serve
 
-    port, model = free_port(arguments.port), flags.one_model(arguments)
-    settings, options = {**SERVING_DEFAULTS, **flags.given_settings(arguments)}, flags.model_options(arguments)
-    catalog = Catalog.of(model, settings, options)
-    page = Page(options=RequestOptions(reuse=True, **flags.given_options(arguments)))
-    if catalog.given is not None:
-        page.engine = flags.load_engine(arguments, model, SERVING_DEFAULTS)
+        port = free_port(arguments.port)
+        settings, options = {**SERVING_DEFAULTS, **flags.given_settings(arguments)}, flags.model_options(arguments)
+        catalog = Catalog.of(model, settings, options)
+        page = Page(options=RequestOptions(reuse=True, **flags.given_options(arguments)))
+        if catalog.given is not None:
+            page.engine = flags.load_engine(arguments, model, SERVING_DEFAULTS)
     return serve(page, port, catalog)
 
 

@@ -1,6 +1,7 @@
 """`vismoe serve`: the OpenAI-compatible server. Its flags come from `ServeOptions`, which holds every default."""
 
 import argparse
+import contextlib
 import importlib.util
 import logging
 from argparse import ArgumentParser, Namespace
@@ -106,13 +107,17 @@ def run_serve(arguments: Namespace) -> int:
     flags.given_settings(arguments)
     if on_ray:
         return run_on_ray(arguments, options, on_ray)
-    with flags.quick_imports():
-        import vismoe.engine.engine  # noqa: F401  # which `load_engine` needs
-        from vismoe.app.serving import listening, serve
+    model = flags.one_model(arguments)
+    with contextlib.ExitStack() as stack:
+        with flags.reading_ahead(arguments, model, SERVER_DEFAULTS):
+            with flags.quick_imports():
+                import vismoe.engine.engine  # noqa: F401  # which `load_engine` needs
+                from vismoe.app.serving import listening, serve
 
-    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # VisMoE announces the steps itself
-    with listening(options) as listener, flags.load_engine(arguments, flags.one_model(arguments), SERVER_DEFAULTS) as engine:
+            logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+            logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # VisMoE announces the steps itself
+            listener = stack.enter_context(listening(options))
+            engine = stack.enter_context(flags.load_engine(arguments, model, SERVER_DEFAULTS))
         return serve(engine, options, listener)
 
 

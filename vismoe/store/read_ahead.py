@@ -7,50 +7,130 @@ in the state in which it was read, and finds what is wrong with a file by itself
 """
 
 import contextlib
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vismoe.errors import CheckpointError
-from vismoe.kernels.read import Stretch, piece_of
 from vismoe.machine.hardware import host_memory
 from vismoe.pools.advice import in_huge_pages
 from vismoe.store.file_state import FileState
 from vismoe.store.files import CheckpointFiles, OpenFiles
-from vismoe.store.gguf_header import GGUF, read_gguf_headers
+from vismoe.store.gguf_header import GGUF, GgufHeader, read_gguf_headers
 from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read_header
 
 LARGE_BYTES = 2**20  # of a tensor that is worth it
 SHARE = 0.5  # of free memory to read into, before a plan says what it is for
 THREADS = 2  # one copies out of its bounce buffer while the disk fills the other's
-CAST = (torch.float32, torch.float64)  # a model may hold it in another type, which is made of the file's
-# Routed experts, embeddings, which may stay on disk, and the layer that drafts.
-LEFT_OUT = re.compile(r"\.experts\.|_exps\.|embed_tokens|\bmtp\.")
+PIECE_BYTES = 2**26  # between two of them a thread can be told to give up
+# Routed experts; routers and embeddings, which loading may make others of or leave on disk; the layer that drafts.
+LEFT_OUT = re.compile(r"\.experts\.|_exps\.|mlp\.gate\.|embed_tokens|\bmtp\.")
+LAYER = re.compile(r"\blayers\.(\d+)\.")
 MOST_DIMENSIONS = 2  # experts may have any name, but those of a layer in one tensor have three
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Loading says what is wrong; torch raises RuntimeError where it gets no memory.
+FAILURES = (CheckpointError, OSError, RuntimeError, MemoryError)
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _READING: ContextVar["ReadAhead | None"] = ContextVar("what reads ahead of loading", default=None)
 
 Key = tuple[FileState, int, int]  # of a tensor: its file in one state, its offset and its bytes
 
 
+@dataclass(frozen=True)
+class WeightFiles:
+    """The weight files of a model, and what it makes of them. dtype: of the model's numbers, e.g. bfloat16, into which those of
+    safetensors files are cast; layers: of its decoder, behind which a file may have more. None: not known."""
+
+    paths: tuple[Path, ...] = ()
+    dtype: str | None = None
+    layers: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: str | None,
+        *,
+        revision: str | None = None,
+        gguf: str | None = None,
+        mmproj: str | None = None,
+        dtype: str | None = None,
+    ) -> "WeightFiles":
+        """Of a folder, a hub name or a GGUF file, as far as they are on this machine; loading looks more closely. None: the
+        bundled model, which is small."""
+        gguf = model if model is not None and model.endswith(GGUF) else gguf
+        if gguf is not None:
+            return cls(tuple(Path(name).expanduser() for name in (gguf, mmproj) if name is not None))
+        try:
+            folder = _folder_of(model, revision)
+            if folder is None:
+                return cls()
+            if (folder / INDEX).is_file():
+                names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+            else:
+                names = [SINGLE]
+            config = json.loads((folder / "config.json").read_bytes())
+            text = {**config, **(config.get("text_config") or {})}
+            stated = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
+            return cls(tuple(folder / name for name in names), dtype or stated, text.get("num_hidden_layers"))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # loading says what is wrong with these files
+            return cls()
+
+    def large_tensors(self, headers: Sequence[SafetensorsHeader], most_bytes: int) -> list[tuple[int, TensorEntry]]:
+        """(file, tensor) of what is worth to be read ahead, in the order of the files, as far as `most_bytes` go."""
+        found, left_bytes = list[tuple[int, TensorEntry]](), most_bytes
+        for file, header in enumerate(headers):
+            for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].offset_bytes):
+                if entry.nbytes <= left_bytes and self._stays(name, entry, isinstance(header, GgufHeader)):
+                    left_bytes -= entry.nbytes
+                    found.append((file, entry))
+        return found
+
+    def _stays(self, name: str, entry: TensorEntry, in_gguf: bool) -> bool:
+        """Whether the model holds the bytes of this tensor, and they are many."""
+        if entry.nbytes < LARGE_BYTES or len(entry.shape) > MOST_DIMENSIONS or LEFT_OUT.search(name):
+            return False
+        layer = LAYER.search(name)
+        if layer is not None and self.layers is not None and int(layer[1]) >= self.layers:
+            return False
+        return in_gguf or entry.dtype not in FLOATS or self.dtype in (None, str(entry.dtype).removeprefix("torch."))
+
+
+def _folder_of(model: str | None, revision: str | None) -> Path | None:
+    if model is None or Path(model).is_dir():
+        return Path(model) if model is not None else None
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model, "config.json", revision=revision)  # ValueError: not a name on the hub
+    return Path(config).parent if isinstance(config, str) else None
+
+
 class ReadAhead:
     """Threads that read large tensors of weight files, as many as fit into `most_bytes`, until they are stopped."""
 
-    def __init__(self, paths: Sequence[Path], most_bytes: int):
-        self._stopped = threading.Event()
+    def __init__(self, weights: WeightFiles, most_bytes: int):
+        self._stopped, self._given_up = threading.Event(), threading.Event()
         self._found: dict[Key, torch.Tensor] = {}
         self._threads: list[threading.Thread] = []
-        self._start(self._run, paths, most_bytes)
+        self._start(self._run, weights, most_bytes)
 
     def stop(self) -> None:
-        """When this returns, nothing is read ahead any more."""
+        """When this returns, what was begun is there, and nothing is read ahead any more."""
         self._stopped.set()
-        for thread in self._threads:  # the first one may add another while it is waited for
+        for thread in self._threads:  # the first one may have added another before it ended
             thread.join()
+
+    def give_up(self) -> None:
+        """Stop, with what was read forgotten."""
+        self._given_up.set()
+        self.stop()
+        self._found.clear()
 
     def held_bytes(self) -> int:
         """Of what was read, and not taken yet. Nothing is read ahead any more."""
@@ -62,45 +142,33 @@ class ReadAhead:
         self.stop()
         return self._found.pop(key, None)
 
-    def _run(self, paths: Sequence[Path], most_bytes: int) -> None:
-        with contextlib.suppress(CheckpointError):  # loading says what is wrong
-            headers = [header for path in paths for header in headers_of(path)]
-            wanted = iter(large_tensors(headers, most_bytes))
+    def _start(self, work: Callable[..., None], *given: Any) -> None:
+        thread = threading.Thread(target=work, args=given, name="vismoe-read-ahead", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads may be started
+            thread.start()
+            self._threads.append(thread)
+
+    def _run(self, weights: WeightFiles, most_bytes: int) -> None:
+        with contextlib.suppress(*FAILURES):
+            headers = [header for path in weights.paths for header in headers_of(path)]
+            wanted = iter(weights.large_tensors(headers, most_bytes))
             files = CheckpointFiles(headers).for_loading(True, 1)
             for _ in range(THREADS - 1):
                 self._start(self._read, files, wanted)
             self._read(files, wanted)
 
-    def _start(self, work: Callable[..., None], *given: Any) -> None:
-        thread = threading.Thread(target=work, args=given, name="vismoe-read-ahead", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
     def _read(self, files: OpenFiles, wanted: Iterator[tuple[int, TensorEntry]]) -> None:
-        with contextlib.suppress(CheckpointError, RuntimeError):  # the latter: torch gets no more memory
+        with contextlib.suppress(*FAILURES):
             for file, entry in wanted:
                 if self._stopped.is_set():
                     return
                 into = in_huge_pages(torch.empty(entry.nbytes, dtype=torch.uint8))
-                files.fill_all([Stretch(file, entry.offset_bytes, [piece_of(into.numpy())])])  # in one call, without the lock
+                memory = into.numpy()
+                for begin in range(0, entry.nbytes, PIECE_BYTES):  # each in one call, without the interpreter lock
+                    if self._given_up.is_set():
+                        return
+                    files.fill(file, entry.offset_bytes + begin, memory[begin : begin + PIECE_BYTES])
                 self._found[files.states[file], entry.offset_bytes, entry.nbytes] = into
-
-
-def weights_here(model: str | None, revision: str | None, gguf: str | None, mmproj: str | None) -> list[Path]:
-    """The weight files of a folder, a hub name or a GGUF file, as far as they are on this machine; loading looks more closely."""
-    gguf = model if model is not None and model.endswith(GGUF) else gguf
-    if gguf is not None:
-        return [Path(name).expanduser() for name in (gguf, mmproj) if name is not None]
-    if model is None:  # the bundled one is small
-        return []
-    folder = Path(model)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        with contextlib.suppress(ValueError):  # not a name on the hub
-            config = try_to_load_from_cache(model, "config.json", revision=revision)
-            folder = Path(config).parent if isinstance(config, str) else folder
-    return sorted(folder.glob("*.safetensors"))
 
 
 def headers_of(path: Path) -> Sequence[SafetensorsHeader]:
@@ -108,39 +176,28 @@ def headers_of(path: Path) -> Sequence[SafetensorsHeader]:
     return read_gguf_headers(path) if path.suffix == GGUF else [read_header(path)]
 
 
-def large_tensors(headers: Sequence[SafetensorsHeader], most_bytes: int) -> list[tuple[int, TensorEntry]]:
-    """(file, tensor) of what is worth to be read ahead, in the order of the files, as far as `most_bytes` go."""
-    found, left_bytes = list[tuple[int, TensorEntry]](), most_bytes
-    for file, header in enumerate(headers):
-        for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].offset_bytes):
-            if entry.nbytes < LARGE_BYTES or len(entry.shape) > MOST_DIMENSIONS or LEFT_OUT.search(name):
-                continue
-            if entry.dtype in CAST:
-                continue
-            left_bytes -= entry.nbytes
-            if left_bytes < 0:
-                return found
-            found.append((file, entry))
-    return found
-
-
 @contextlib.contextmanager
-def reading_ahead(paths: Sequence[Path], most_bytes: int | None = None) -> Iterator[None]:
-    """Within, large tensors of these files are read, until loading asks for them. most_bytes: half of what is free."""
-    if not paths:
+def reading_ahead(weights: WeightFiles, most_bytes: int | None = None) -> Iterator[None]:
+    """Within, large tensors are read, until loading asks for them. most_bytes: half of what is free."""
+    if not weights.paths:
         yield
         return
-    reading = ReadAhead(paths, int(SHARE * host_memory()[0]) if most_bytes is None else most_bytes)
+    reading = ReadAhead(weights, int(SHARE * host_memory()[0]) if most_bytes is None else most_bytes)
     before = _READING.set(reading)
     try:
         yield
     finally:
         _READING.reset(before)
-        reading.stop()
+        reading.give_up()
+
+
+def is_reading() -> bool:
+    """Whether something is, or was, read ahead in this context."""
+    return _READING.get() is not None
 
 
 def held_bytes() -> int:
-    """Of what was read ahead in this context, and is not any more: memory of this process that loading will use."""
+    """Of what was read ahead in this context; nothing is any more."""
     reading = _READING.get()
     return reading.held_bytes() if reading is not None else 0
 
@@ -149,3 +206,9 @@ def take(state: FileState, offset_bytes: int, nbytes: int) -> torch.Tensor | Non
     """uint8 `[bytes]` of a file in this state, in memory of its own, if it was read ahead in this context."""
     reading = _READING.get()
     return reading.take((state, offset_bytes, nbytes)) if reading is not None else None
+
+
+def forget() -> None:
+    """Free what loading did not take, of which it made something else."""
+    if (reading := _READING.get()) is not None:
+        reading.give_up()

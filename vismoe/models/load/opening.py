@@ -195,12 +195,13 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
         try:
             calibration = Calibration.find(source.paths[0].parent, settings)
             curves, why_not = calibration.drafts if calibration is not None else None, ""
-            table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, _with_read_ahead(probe(device))
+            table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, probe(device)
             if settings.draft == "auto":
                 stores, experts, why_not = _with_weighed_draft(model, source, stores, experts, curves, settings, device)
             unpacked = experts
             try:
                 needs = needs_of(model, experts, stores.reads, calibration, settings, device)
+                hardware = _with_read_ahead(hardware, needs)
                 reading, stores, experts = _read(model, needs, stores, experts, backbone, settings, hardware, table)
                 unpaid = _not_worth(reading.plan, experts, curves, settings)
             except (BudgetError, ConfigError) as error:
@@ -223,11 +224,12 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
     return Configuration(source, needs, hardware, device, calibration, table, settings, stores, experts, backbone, reading)
 
 
-def _with_read_ahead(hardware: Hardware) -> Hardware:
-    """The same, of which what was read ahead takes nothing: it is part of what is planned for."""
-    held = held_bytes()
-    on_cpu = held if hardware.device == "cpu" else 0
-    return dataclasses.replace(hardware, free_bytes=hardware.free_bytes + on_cpu, free_host_bytes=hardware.free_host_bytes + held)
+def _with_read_ahead(hardware: Hardware, needs: Footprint) -> Hardware:
+    """The same, of which what was read ahead takes nothing, as far as it can be part of what is needed beside the experts."""
+    if hardware.device != "cpu":
+        return hardware
+    free_bytes = hardware.free_bytes + min(held_bytes(), sum(nbytes for _, nbytes in needs.backbone))
+    return dataclasses.replace(hardware, free_bytes=free_bytes, free_host_bytes=free_bytes)
 
 
 def _read(

@@ -31,6 +31,7 @@ from vismoe.models.moe.adapters import adapt
 from vismoe.models.moe.experts import IMPLEMENTATION
 from vismoe.pools.kernel_cache import bound_kernel_caches
 from vismoe.pools.malloc import return_large_blocks
+from vismoe.store.read_ahead import forget
 from vismoe.store.safetensors_header import refuse_changed
 
 METHOD = "vismoe"
@@ -125,6 +126,7 @@ class VisMoEQuantizer(HfQuantizer):
         if self._configuration.settings.gguf is None:  # of a GGUF file every tensor was read into memory of its own
             own_memory(model, files)
         self._configuration.backbone.fill(model, files, self._configuration.device)
+        forget()
         refuse_changed(self._configuration.source.headers, "loaded", "load the model again, when no program writes to its files")
         self._loading_now.discard(self)
         pools, self._pools = self._pools, None

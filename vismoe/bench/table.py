@@ -198,8 +198,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
         experts = row["notes"].get("experts")
         lines.append(f"{name}: {PROGRAMS[row['way']].what}" + (f" ({experts})" if experts else ""))
         if row["repeats"]:
-            came_s, load_s = (row[name]["median"] for name in ("import_s", "load_s"))
-            lines[-1] += f"; imported in {came_s:.1f} s, loaded in {load_s:.1f} s, peak memory {format_bytes(row['peak_bytes'])}"
+            import_s, load_s = (row[name]["median"] for name in ("import_s", "load_s"))
+            lines[-1] += f"; imports {import_s:.1f} s, loading {load_s:.1f} s, peak memory {format_bytes(row['peak_bytes'])}"
         if opened := row["cold_open"]:
             lines[-1] += (
                 f"; {opened['seconds']['median']:.1f} s to the first token, {opened['ratio']['median']:.2f} times what reading "

@@ -34,7 +34,7 @@ from vismoe.models.load.preview import checkpoint_files, model_class, preview, r
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
 from vismoe.models.moe.linears import EncodedEmbedding
-from vismoe.store import files
+from vismoe.store import files, tensor_reads
 
 gguf = pytest.importorskip("gguf")
 MIXED = {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K", "output": "Q6_K"}
@@ -86,6 +86,7 @@ def test_logits_with_torch_are_those_of_restored_weights(family, memory, tmp_pat
 
 def test_weights_that_are_read_past_the_page_cache_are_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MOST_BOUNCE_BYTES", files.BLOCK_BYTES)  # tensors are large that have more
+    monkeypatch.setattr(tensor_reads, "LARGE_BYTES", 1)
     expected = gguf_files.write(tmp_path, "qwen3_moe", mixed)
     expected.set_experts_implementation("eager")
     expects, taken = [], files.OpenFiles.fill_large
@@ -94,6 +95,13 @@ def test_weights_that_are_read_past_the_page_cache_are_the_same(tmp_path, monkey
         pytest.skip(said)
     assert torch.equal(logits(paged), logits(expected))
     assert all(one._cached is not None and one._threads._max_workers == 3 for one in expects) and len(expects) > 10
+
+
+def test_a_model_without_a_vision_tower_opens_no_safetensors_file(tmp_path, monkeypatch):
+    """Which may be large, beside a GGUF file of the same model."""
+    gguf_files.write(tmp_path, "qwen3_moe", mixed)
+    monkeypatch.setattr(GgufWeights, "_beside", lambda weights: pytest.fail("opened"))
+    opened(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [*gguf_files.PLAIN, *GGML])

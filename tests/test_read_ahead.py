@@ -211,6 +211,19 @@ def test_who_leaves_does_not_wait_for_a_large_tensor(checkpoint, monkeypatch):
     assert len(calls) == 1 and not reading._found
 
 
+def test_a_small_tensor_is_read_without_asking_what_the_page_cache_holds(checkpoint, monkeypatch):
+    header = read_header(checkpoint)
+    files = CheckpointFiles([header]).for_loading(True, 1)
+    if not files.past_cache:
+        pytest.skip("the filesystem has no O_DIRECT")
+    asked = []
+    monkeypatch.setattr("vismoe.store.files.cached_bytes", lambda *given: asked.append(given) or 0)
+    for name, numbers in ((NEEDED[0], numbers_of(NEEDED[:1])), ("model.norm.weight", {0})):
+        entry = header.tensors[name]
+        assert set(read_new(files, 0, entry.offset_bytes, entry.nbytes).tolist()) == numbers
+    assert len(asked) == 1
+
+
 def test_a_file_that_has_changed_since_is_read_anew(checkpoint):
     with ahead(checkpoint):
         finished()

@@ -11,7 +11,7 @@ from vismoe.kernels.restore import restore as restore_matrix
 from vismoe.pools.advice import in_huge_pages
 from vismoe.store.arrangement import SAME
 from vismoe.store.files import OpenFiles
-from vismoe.store.read_ahead import take
+from vismoe.store.read_ahead import LARGE_BYTES, take
 from vismoe.store.tensors import EncodedTensor, TensorPart
 
 PIECE_BYTES = 2 * 2**20  # of a file that are rearranged at once
@@ -23,6 +23,8 @@ def read_new(files: OpenFiles, file: int, offset_bytes: int, nbytes: int) -> Ten
     if ready is not None:
         return ready
     into = in_huge_pages(torch.empty(nbytes, dtype=torch.uint8))
+    if nbytes < LARGE_BYTES:
+        files = files.for_more  # through the page cache: to ask what it holds takes longer than to read so little
     if nbytes:
         files.expect(file, [offset_bytes], nbytes)  # twice as fast as what the system reads ahead by itself
         files.fill_large(file, offset_bytes, into.numpy())

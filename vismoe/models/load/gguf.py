@@ -110,7 +110,8 @@ class GgufWeights:
         shape, UnsupportedModelError for a type that is not read."""
         type_of = parameter_types(model, model.dtype)
         tied = tied_weights(model)
-        beside = self._beside() if self._vision is None else {}
+        has_tower = any(is_vision(name) for name, _ in model.named_parameters())
+        beside = self._beside() if has_tower and self._vision is None else {}
         opened = {key: files.for_loading(past_cache, threads) for key, files in self._files.items()}
         for name, parameter in model.named_parameters():
             if is_vision(name) and self._vision is None:

@@ -263,13 +263,20 @@ def quantization_of(config_json: bytes) -> dict[str, Any]:
 
 def locate_tensor(model: Any, headers: Sequence[SafetensorsHeader], name: str) -> tuple[SafetensorsHeader, TensorPart] | None:
     """Where the parameter `name` of `model` lies unconverted in a checkpoint, or None."""
-    shape, names = tuple(model.get_parameter(name).shape), _Names(model)
-    for header in headers:
-        for key, entry in header.tensors.items():
-            if entry.shape == shape and entry.dtype in PLAIN:
-                found, _, converter = names.of(key)
-                if found == name and converter is None:
-                    return header, TensorPart(0, entry.offset_bytes, entry.shape, entry.dtype)
+    shape = tuple(model.get_parameter(name).shape)
+    fitting = [
+        (header, key, TensorPart(0, entry.offset_bytes, entry.shape, entry.dtype))
+        for header in headers
+        for key, entry in header.tensors.items()
+        if entry.shape == shape and entry.dtype in PLAIN
+    ]
+    if not fitting:
+        return None
+    names = _Names(model)  # of hundreds of patterns
+    for header, key, part in fitting:
+        found, _, converter = names.of(key)
+        if found == name and converter is None:
+            return header, part
     return None
 
 

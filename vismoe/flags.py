@@ -322,14 +322,14 @@ def load_engine(
 
     `quiet`: without transformers' progress bar, which is about what is not an expert and takes seconds.
     """
-    given, options = {**further, **given_settings(arguments)}, model_options(arguments)
+    given = {**further, **given_settings(arguments)}
     with reading_ahead(arguments, model, further):
         with quick_imports():
             from vismoe.engine.engine import load
 
         if quiet and (transformers := sys.modules.get("transformers")):
             transformers.utils.logging.disable_progress_bar()
-        return load(model, **options, **given)
+        return load(model, **model_options(arguments), **given)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

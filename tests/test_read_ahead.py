@@ -329,6 +329,7 @@ def test_where_the_weights_are(checkpoint, tmp_path, monkeypatch):
     assert WeightFiles.of(None) == WeightFiles()
     assert WeightFiles.of(folder) == WeightFiles((checkpoint,), "bfloat16", 1)
     assert WeightFiles.of(folder, dtype="float32").dtype == "float32"
+    assert WeightFiles.of(folder, device="cuda") == WeightFiles.of(folder, backbone="int8") == WeightFiles()
     assert [file.name for file in WeightFiles.of(folder, gguf="m.gguf", mmproj="v.gguf").paths] == ["m.gguf", "v.gguf"]
     assert [file.name for file in WeightFiles.of("m.gguf").paths] == ["m.gguf"]
     index = {"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}}

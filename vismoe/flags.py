@@ -43,6 +43,7 @@ class Command:
 
 
 NO_FURTHER: Mapping[str, str] = {}
+READ_AHEAD_BY = ("gguf", "mmproj", "backbone", "revision", "dtype")  # settings and options of a model
 FLAG = re.compile(r"-[^\d.\s]\S*$")  # and no number
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 DTYPES = ("bfloat16", "float16", "float32")
@@ -306,12 +307,9 @@ def reading_ahead(arguments: Namespace, model: str | None, further: Mapping[str,
             yield
             return
         settings, options = {**further, **given_settings(arguments)}, model_options(arguments)
-        files = read_ahead.WeightFiles()
-        by_store = settings.get("backbone", "own") != "own"  # which has linear layers in another type
-        if torch_device(options.get("device")).type == "cpu" and not by_store:
-            about = {name: settings.get(name) for name in ("gguf", "mmproj")}
-            files = read_ahead.WeightFiles.of(model, revision=options.get("revision"), dtype=options.get("dtype"), **about)
-        with read_ahead.reading_ahead(files):
+        about = {name: source[name] for source in (settings, options) for name in READ_AHEAD_BY if source.get(name) is not None}
+        device = torch_device(options.get("device")).type
+        with read_ahead.reading_ahead(read_ahead.WeightFiles.of(model, device=device, **about)):
             yield
 
 

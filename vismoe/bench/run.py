@@ -71,10 +71,10 @@ def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[st
 
 def _read_ahead(job: Job) -> dict[str, Any] | None:
     """What VisMoE's worker reads ahead, as its commands do; None: nothing."""
-    if job.way != OURS or job.device != "cpu" or job.settings.get("backbone", "own") != "own":
+    if job.way != OURS:
         return None
-    files = {name: job.settings.get(name) for name in ("gguf", "mmproj")}
-    return {"model": job.model, "revision": job.revision, "dtype": job.dtype, **files}
+    settings: dict[str, Any] = {name: job.settings[name] for name in ("gguf", "mmproj", "backbone") if name in job.settings}
+    return {"model": job.model, "revision": job.revision, "dtype": job.dtype, "device": job.device, **settings}
 
 
 class ReadyWorker:

@@ -61,9 +61,13 @@ class WeightFiles:
         gguf: str | None = None,
         mmproj: str | None = None,
         dtype: str | None = None,
+        device: str = "cpu",
+        backbone: str = "own",
     ) -> "WeightFiles":
         """Of a folder, a hub name or a GGUF file, as far as they are on this machine; loading looks more closely. None: the
-        bundled model, which is small."""
+        bundled model, which is small. None of them for another device, or with linear layers from a packed store."""
+        if device != "cpu" or backbone != "own":
+            return cls()
         gguf = model if model is not None and model.endswith(GGUF) else gguf
         if gguf is not None:
             return cls(tuple(Path(name).expanduser() for name in (gguf, mmproj) if name is not None))

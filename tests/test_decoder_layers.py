@@ -16,7 +16,7 @@ from test_resident import FAMILY, Twin, assert_same
 from torch import nn
 
 from vismoe.kernels import cpu, decoder_layer
-from vismoe.kernels.decoder_layer import PARTS
+from vismoe.kernels.decoder_layer import PARTS, Cached
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.moe.attention import group_queries
 from vismoe.models.moe.decoder_layers import ServedLayer, serve_decoder_layers, served_layers
@@ -581,3 +581,18 @@ def test_no_cache_outlives_its_request():
     del out, cache
     gc.collect()
     assert [found() for found in (*held, *angles)] == [None] * 4  # nor do the angles of a prompt
+
+
+def test_a_call_is_told_where_keys_and_values_lie_whenever_they_move():
+    """Memory is known by its tensors, weakly: it ends with a request, and another one's may have its place."""
+    room = decoder_layer._Room(0, 2, 8, None, torch.float32)
+    memory = [(torch.zeros(1, 2, tokens, 4), torch.zeros(1, 2, tokens, 3)) for tokens in (5, 6, 7)]
+    for tokens, (one, other) in enumerate([(0, 1), (0, 1), (1, 0), (1, 2), (1, 1), (0, 1)], 1):
+        places = [Cached(*memory[each], tokens + each) for each in (one, other)]
+        room.say(places, None)
+        for row, (keys, values, count) in zip(room.rows, places, strict=True):
+            assert (row.keys, row.values, row.tokens) == (keys.data_ptr(), values.data_ptr(), count)
+            assert (row.key_head, row.value_head) == (keys.stride(1), values.stride(1))
+    ended = weakref.ref(memory.pop(0)[0])
+    del places, keys, values
+    assert ended() is None

@@ -7,9 +7,9 @@ float32.
 """
 
 import ctypes
-import struct
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ from vismoe.kernels.resident import MOST_PAIRS, ResidentLayer
 from vismoe.kernels.rows import NUMBER_OF
 
 _SIZE, _PLACE, _NUMBER, _FLOAT, _DOUBLE = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32, ctypes.c_float, ctypes.c_double
-_CACHED_ROW = struct.Struct("@5q")  # of csrc/decoder_layer.cpp: keys, values, numbers from one head of each to the next, tokens
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [_PLACE, _PLACE, _SIZE]
 _decoder_layers = function("vismoe_decoder_layers", [_PLACE, _SIZE, _PLACE, _SIZE, _PLACE, _PLACE, _SIZE], _SIZE)
@@ -131,6 +130,10 @@ class _Layer(ctypes.Structure):
     ]
 
 
+class _CachedRow(ctypes.Structure):
+    _fields_ = [("keys", _PLACE), ("values", _PLACE), *((name, ctypes.c_int64) for name in ("key_head", "value_head", "tokens"))]
+
+
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, _PLACE) for name in ("layer", "cached", "given", "residual", "normed", "weights", "ids", "experts")),
@@ -142,11 +145,16 @@ class _Call(ctypes.Structure):
     ]
 
 
+WeakPair = tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]  # the keys and values that a row was told
+_UNKNOWN: WeakPair = (lambda: None, lambda: None)
+
+
 class _Room:
     """What a call for n tokens says and writes of a layer."""
 
     def __init__(self, layer: int, n: int, inputs: int, router: Router | None, dtype: torch.dtype):
-        self.n, self.rows = n, ctypes.create_string_buffer(n * _CACHED_ROW.size)
+        self.n, self.rows = n, (_CachedRow * n)()
+        self._known = [_UNKNOWN] * n
         self.given = torch.empty(n, 1, inputs, dtype=dtype)  # to the layer
         self.first_half = FirstHalf(
             torch.empty(n, 1, inputs, dtype=dtype),
@@ -161,9 +169,14 @@ class _Room:
 
     def say(self, places: Sequence[Cached], asked: Asked | None) -> None:
         assert len(places) == self.n, (len(places), self.n)
-        for row, (keys, values, tokens) in enumerate(places):
-            said = keys.data_ptr(), values.data_ptr(), keys.stride(1), values.stride(1), tokens
-            _CACHED_ROW.pack_into(self.rows, row * _CACHED_ROW.size, *said)
+        for place, (keys, values, tokens) in enumerate(places):
+            row, (known_keys, known_values) = self.rows[place], self._known[place]
+            if known_keys() is not keys or known_values() is not values:  # mostly they stay from token to token
+                self._known[place] = _UNKNOWN  # until all is said: Ctrl-C may come in between
+                row.keys, row.values = keys.data_ptr(), values.data_ptr()
+                row.key_head, row.value_head = keys.stride(1), values.stride(1)
+                self._known[place] = weakref.ref(keys), weakref.ref(values)
+            row.tokens = tokens
         call = self.call
         call.experts = None
         if asked is not None:

@@ -130,7 +130,7 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _CachedRow(ctypes.Structure):
+class _CachedRow(ctypes.Structure):  # with _Layer and _Call as csrc/decoder_layer.cpp has them
     _fields_ = [("keys", _PLACE), ("values", _PLACE), *((name, ctypes.c_int64) for name in ("key_head", "value_head", "tokens"))]
 
 

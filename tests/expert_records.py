@@ -150,9 +150,9 @@ class Batch:
         experts.kernel.parts(*call, precisions=experts.precisions)
         return out
 
-    def added(self, experts: Experts, out: Tensor) -> Tensor:
+    def added(self, experts: Experts, out: Tensor, long: bool = False) -> Tensor:
         call = experts.records(), self.starts, self.tokens, self.factors, self.hidden, out
-        experts.kernel.parts(*call, precisions=experts.precisions, adding=True)
+        experts.kernel.parts(*call, precisions=experts.precisions, adding=True, long=long)
         return out
 
     def apart(self) -> "Batch":
@@ -160,9 +160,9 @@ class Batch:
         pairs = np.arange(len(self.tokens), dtype=np.int32)
         return Batch(self.hidden[torch.from_numpy(self.tokens).long()], self.starts, pairs, self.factors)
 
-    def in_a_prompt(self, experts: Experts) -> Tensor:
+    def in_a_prompt(self, experts: Experts, long: bool = False) -> Tensor:
         """The parts as `added` computes them."""
-        return self.apart().added(experts, torch.zeros(len(self.tokens), experts.kernel.hidden))
+        return self.apart().added(experts, torch.zeros(len(self.tokens), experts.kernel.hidden), long)
 
     def oracle(self, experts: Experts) -> Tensor:
         tokens, factors = torch.from_numpy(self.tokens).long(), torch.from_numpy(self.factors)
@@ -202,8 +202,8 @@ def on_every_set(experts: Experts, batch: Batch, tolerance: Callable[[str], floa
         cpu.start(2, isa)
         few = 2 if oracle.numel() < 16 else 1  # numbers to average over
         assert rms((parts := batch.parts(experts)) - oracle) <= few * tolerance(isa) * size, isa
-        added = batch.in_a_prompt(experts)
-        if experts.rounded_in_prompts(isa, batch.hidden.dtype):
-            assert rms(added - batch.oracle(experts.rounded())) <= few * tolerance(isa) * size
-        else:
-            assert torch.equal(added, parts), isa
+        for added in (batch.in_a_prompt(experts), batch.in_a_prompt(experts, long=True)):
+            if experts.rounded_in_prompts(isa, batch.hidden.dtype):
+                assert rms(added - batch.oracle(experts.rounded())) <= few * tolerance(isa) * size
+            else:
+                assert torch.equal(added, parts), isa

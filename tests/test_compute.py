@@ -97,6 +97,22 @@ def test_where_a_call_is_cut_changes_no_bit(layer, monkeypatch, pairs, in_order)
     assert torch.equal(outputs(layer, layer.fast, *given, on_host=False, in_order=in_order), whole)
 
 
+@torch.inference_mode()
+def test_a_prompt_is_long_by_the_tokens_of_its_own_sequence(layer, monkeypatch):
+    """Where it is, kernels may round otherwise: how many sequences share the batch must not decide."""
+    seen, parts = [], cpu.ExpertKernel.parts
+    monkeypatch.setattr(cpu.ExpertKernel, "parts", lambda *a, long=False, **b: (seen.append(long), parts(*a, long=long, **b))[1])
+    monkeypatch.setattr(compute, "PAIRS_PER_CALL", 10**6)
+    least = compute.LONG_PROMPT * EXPERTS // TOP_K
+    for sequences in (1, 2, 3):
+        for tokens in (least - 1, least):
+            hidden, index, factors = batch(sequences * tokens)
+            work = layer.fast.begin(0, layer.module, index, hidden, factors)
+            work.sequences = sequences
+            work.run(Everything(layer.pool, work.experts, False), True)
+    assert seen == [False, True] * 3
+
+
 def test_torch_computes_many_rows_in_blocks_and_gives_eagers_bits(layer, monkeypatch):
     """Which the block size is chosen for: where blocks would give others, there are none."""
     tokens, calls = 2 * BLOCK_ROWS + 777, []

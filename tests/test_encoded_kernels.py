@@ -1,5 +1,7 @@
 """The CPU kernels on matrices as published checkpoints encode them, against float64 of the values that the encodings define."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import reference
@@ -78,7 +80,7 @@ def test_the_error_is_at_most_that_of_torch_in_bfloat16(isa, encoding):
     tokens, ones = torch.from_numpy(batch.tokens).long(), torch.ones(64)
     eager = reference.parts(experts.form, rounded, [0, 32, 64], tokens, ones, batch.hidden, torch.bfloat16).double()
     eager *= torch.from_numpy(batch.factors)[:, None]
-    for parts in (batch.parts(experts), batch.in_a_prompt(experts)):
+    for parts in (batch.parts(experts), batch.in_a_prompt(experts), batch.in_a_prompt(experts, long=True)):
         assert rms(parts - oracle) <= 1.05 * rms(eager - oracle)
 
 
@@ -148,10 +150,12 @@ def test_a_result_depends_on_its_own_token_and_expert_only(isa, encoding):
     hidden = 320 if WHOLE.get(encoding, 32) <= 32 else 512
     counts = [1, 70, 0, 2, 5, 64, 3, 4, 13]  # around what a block of tokens and a pass take
     experts, batch = encoded_experts(encoding, encoding, hidden, count=9), Batch.of(counts, hidden, tokens=80)
-    together, prompt = batch.parts(experts), batch.in_a_prompt(experts)
+    together, prompts = batch.parts(experts), [batch.in_a_prompt(experts, long) for long in (False, True)]
     for threads in (1, 3):
         cpu.start(threads, isa)
-        assert torch.equal(batch.parts(experts), together) and torch.equal(batch.in_a_prompt(experts), prompt)
+        assert torch.equal(batch.parts(experts), together)
+        for long in (False, True):
+            assert torch.equal(batch.in_a_prompt(experts, long), prompts[long])
     for pair in (0, 1, 37, 70, 71, 73, 77, 78, 141, 142, 145, 149, 161):
         expert = int(np.searchsorted(batch.starts, pair, side="right")) - 1
         alone = torch.empty(1, hidden)
@@ -159,8 +163,10 @@ def test_a_result_depends_on_its_own_token_and_expert_only(isa, encoding):
         token, factor = batch.tokens[pair : pair + 1], batch.factors[pair : pair + 1]
         experts.kernel.parts(records, starts, token, factor, batch.hidden, alone)
         assert torch.equal(alone[0], together[pair])
-        experts.kernel.parts(records, starts, np.zeros(1, np.int32), factor, batch.hidden[token], alone.zero_(), adding=True)
-        assert torch.equal(alone[0], prompt[pair])
+        for long in (False, True):
+            call = records, starts, np.zeros(1, np.int32), factor, batch.hidden[token], alone.zero_()
+            experts.kernel.parts(*call, adding=True, long=long)
+            assert torch.equal(alone[0], prompts[long][pair])
 
 
 @pytest.mark.parametrize("encodings", [("fp8", "fp8"), ("q4_k", "q6_k"), ("bfloat16", "nvfp4")], ids="/".join)
@@ -169,9 +175,10 @@ def test_experts_in_two_formats_in_one_call_are_those_of_calls_by_format(isa, en
     precisions = [0, 1, 1, 0]
     kinds = [encoded_experts(*encodings, count=4), Experts.of(Format.INT4, hidden=256, intermediate=256, count=4)]
     experts, batch = Experts.mixed(kinds, precisions), Batch.of([5, 1, 70, 0], 256)
-    alone = torch.stack([batch.parts(kind) for kind in kinds])
     of_pair = torch.from_numpy(np.repeat(precisions, np.diff(batch.starts)))
-    assert torch.equal(batch.parts(experts), alone[of_pair, torch.arange(76)])
+    for compute in (batch.parts, batch.in_a_prompt, partial(batch.in_a_prompt, long=True)):
+        alone = torch.stack([compute(kind) for kind in kinds])
+        assert torch.equal(compute(experts), alone[of_pair, torch.arange(76)])
 
 
 # ------------------------------------------------------------------ refusals

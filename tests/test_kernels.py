@@ -92,7 +92,7 @@ def test_the_error_is_at_most_that_of_torch_in_bfloat16(isa, format, form):
     tokens, ones = torch.from_numpy(batch.tokens).long(), torch.ones(64)
     eager = reference.parts(experts.form, rounded, [0, 32, 64], tokens, ones, batch.hidden, torch.bfloat16).double()
     eager *= torch.from_numpy(batch.factors)[:, None]
-    for parts in (batch.parts(experts), batch.in_a_prompt(experts)):
+    for parts in (batch.parts(experts), batch.in_a_prompt(experts), batch.in_a_prompt(experts, long=True)):
         assert rms(parts - oracle) <= 1.05 * rms(eager - oracle)
 
 

@@ -10,7 +10,8 @@ to the next, and only rates measured together are comparable. Results are median
 format), their share of the memory's rate in the same round, weights per second, GFLOP/s, and the speed of VisMoE's kernels
 divided by torch's. The last line on stdout is one JSON object; `--json` prints only that.
 
-"prompt": the call that adds the experts of a prompt up, for which AMX has kernels of its own; torch's products are the same.
+"prompt": the call that adds the experts of a prompt up, for which AMX and AVX-512 BF16 have kernels of their own; torch's
+products are the same.
 
 Experts in the encodings of published checkpoints (`--weights fp8 q4_k`) have no contestant: torch has no
 operators for them.
@@ -38,6 +39,7 @@ from vismoe.formats.encodings import ENCODINGS
 from vismoe.kernels import cpu
 from vismoe.kernels.attention import attend
 from vismoe.kernels.codecs import codec_of
+from vismoe.models.moe.compute import LONG_PROMPT
 from vismoe.pools.advice import in_huge_pages
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
@@ -216,7 +218,7 @@ def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor, prompt: bool =
     for group in random_groups(len(slabs)):
 
         def call(records: np.ndarray = addresses[group]) -> None:
-            kernel.parts(records, starts, pairs, factors, x, out, adding=prompt)
+            kernel.parts(records, starts, pairs, factors, x, out, adding=prompt, long=prompt and tokens >= LONG_PROMPT)
 
         yield call
 

@@ -209,6 +209,7 @@ class ExpertKernel:
         out: Tensor,
         precisions: np.ndarray | None = None,
         adding: bool = False,
+        long: bool = False,
         coming: "ctypes.Array[Arrival] | None" = None,
     ) -> tuple[list[tuple[float, float]], float]:
         """out float32 `[P, H]` = factor * expert(hidden[token]), for every pair.
@@ -216,7 +217,8 @@ class ExpertKernel:
         records: uint64 `[n]`, addresses of records; starts: int32 `[n + 1]`, pairs starts[i] .. starts[i + 1] belong to expert i;
         tokens: int32 `[P]`; factors: float32 `[P]`; hidden `[T, H]` contiguous, bfloat16, float16 or float32;
         precisions: uint8 `[n]`, the index in `formats` of each record's format; None: all in the first.
-        adding: the same is added to out float32 `[T, H]` instead: experts in order, and the pairs of each in order.
+        adding: the same is added to out float32 `[T, H]` instead: experts in order, and the pairs of each in order; `long`: by
+        functions that are quicker where every expert has many tokens, and may round otherwise.
         coming: records that native threads read first, while others are computed; they say how that ended, and their order in
         time changes no bit. Then -> (when each part was computed, in seconds of `time.perf_counter`; seconds waited).
         """
@@ -249,7 +251,7 @@ class ExpertKernel:
             out.data_ptr(),
         )
         if coming is None:
-            refuse(_experts()(*call, adding))
+            refuse(_experts()(*call, adding + (adding and long)))  # Outcome in csrc/kernels.h
             return [], 0.0
         assert not adding, "experts are added in order, whenever they come"
         spans, calls, waited_s = (ctypes.c_double * (2 * len(coming) + 2))(), ctypes.c_int64(), ctypes.c_double()

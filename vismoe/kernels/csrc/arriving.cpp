@@ -73,7 +73,7 @@ VISMOE_API std::int32_t vismoe_experts_arriving(const Expert* experts, std::size
       span[0] = now_s();
       const std::int32_t failed =
           vismoe_experts(experts, formats, now.size(), lying.data(), precisions != nullptr ? kinds.data() : nullptr, begins.data(),
-                         owners.data(), weights.data(), hidden, dtype, all ? out : parts.data(), 0);
+                         owners.data(), weights.data(), hidden, dtype, all ? out : parts.data(), kApart);
       span[1] = now_s();
       if (failed) return failed;
       for (std::size_t k = 0; k < now.size() && !all; k++) {

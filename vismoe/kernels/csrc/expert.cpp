@@ -239,7 +239,11 @@ struct Workspace {
       : x_bytes(kernels.row_bytes(inputs)),
         h_bytes(kernels.row_bytes(intermediate)),
         most_inputs(std::max(inputs, intermediate)) {
-    scratch_bytes = round_up(kernels.prompts ? kernels.prompts->scratch_bytes(most_inputs) : Scratch::bytes(most_inputs), 4096);
+    scratch_bytes = Scratch::bytes(most_inputs);
+    for (const PromptKernels* prompts : {kernels.prompts, kernels.long_prompts}) {
+      if (prompts != nullptr) scratch_bytes = std::max(scratch_bytes, prompts->scratch_bytes(most_inputs));
+    }
+    scratch_bytes = round_up(scratch_bytes, 4096);
   }
   std::size_t bytes(std::size_t rows, std::size_t threads) const { return rows * (x_bytes + h_bytes) + threads * scratch_bytes; }
 };
@@ -255,9 +259,9 @@ class PackedJob : public Job {
   }
 
   // Adds tasks that pack rows begin .. end; all are added before the others.
-  void cut_packing(std::size_t begin, std::size_t end) {
+  void cut_packing(std::size_t begin, std::size_t end, std::size_t expert = 0) {
     const std::size_t step = round_up(std::max<std::size_t>(kPackBytes / workspace_.x_bytes, 1), kGroup);
-    for (std::size_t row = begin; row < end; row += step) add(kPack, row, std::min(row + step, end));
+    for (std::size_t row = begin; row < end; row += step) add(kPack, row, std::min(row + step, end), expert);
     packing_left_ = tasks_.size();
   }
 
@@ -320,31 +324,32 @@ struct Records {
 class ExpertsJob : public PackedJob {
  public:
   ExpertsJob(State& s, const Kernels& kernels, const Records& records, const Input& input, const std::int32_t* places,
-             const float* factors, float* out, bool adding)
+             const float* factors, float* out, Outcome outcome)
       : PackedJob(s, records.sum([](const Expert& x) { return x.up.all_bytes() + x.down.all_bytes(); }), kernels, input,
                   index(records.starts[records.count]), Workspace(kernels, records.formats)),
         records_(records),
         places_(places),
         factors_(factors),
         out_(out),
-        adding_(adding),
-        prompts_(adding ? kernels.prompts : nullptr),
+        adding_(outcome != kApart),
+        long_(outcome == kAddedOfLong),
         up_left_(s.up_left_of(records.count)) {
-    if (prompts_ != nullptr) least_rows_ = kChunkRows;
-    for (std::size_t e = records.used(0); e < records.count && prompts_ != nullptr; e = records.used(e + 1)) {
-      cut_packing(records.first(e), records.first(e) + records.pairs(e));
+    const bool prompt = adding_ && kernels.prompts != nullptr;
+    if (prompt) least_rows_ = kChunkRows;
+    for (std::size_t e = records.used(0); e < records.count && prompt; e = records.used(e + 1)) {
+      cut_packing(records.first(e), records.first(e) + records.pairs(e), e);
     }
-    if (prompts_ == nullptr) cut_packing(0, index(records.starts[records.count]));
+    if (!prompt) cut_packing(0, index(records.starts[records.count]));
     for (std::size_t e = records.used(0); e < records.count; e = records.used(e + 1)) {
       const Expert& expert = records.expert(e);
       up_left_[e] = cut(kUp, expert.intermediate(), expert.up.read_bytes() * (expert.gate == kNoGate ? 1 : 2), e) +
                     (kernels.settle != nullptr);
     }
-    if (adding) {
+    if (adding_) {
       const std::size_t down_bytes = records.sum([](const Expert& x) { return x.down.read_bytes(); });
       cut(kDown, records.formats.hidden(), down_bytes, records.used(0), records.sum([](const Expert&) { return 1; }));
     }
-    for (std::size_t e = records.used(0); e < records.count && !adding; e = records.used(e + 1)) {
+    for (std::size_t e = records.used(0); e < records.count && !adding_; e = records.used(e + 1)) {
       cut(kDown, records.formats.hidden(), records.expert(e).down.read_bytes(), e);
     }
   }
@@ -353,7 +358,7 @@ class ExpertsJob : public PackedJob {
 
  private:
   void run(const Task& task, const Task* next, std::size_t thread) override {
-    if (task.stage == kPack) return pack(task, prompts_);
+    if (task.stage == kPack) return pack(task, prompts(task.expert));
     if (task.stage == kUp) return up(task, place(next), thread);
     if (!adding_) return down(task.expert, task, place(next), thread);
     for (std::size_t e = task.expert, after; e < records_.count; e = after) {
@@ -402,8 +407,8 @@ class ExpertsJob : public PackedJob {
                                          apart, thread);
     const Tokens inputs = tokens(e, x_, workspace_.x_bytes);
     std::uint8_t* h = h_ + records_.first(e) * workspace_.h_bytes;
-    if (prompts_ != nullptr) {
-      prompts_->up(expert, record, task.begin, task.end, inputs, h, memory(thread), workspace_.most_inputs, next);
+    if (const PromptKernels* served = prompts(e)) {
+      served->up(expert, record, task.begin, task.end, inputs, h, memory(thread), workspace_.most_inputs, next);
     } else {
       kernels_.up(expert, record, task.begin, task.end, inputs, h, scratch(thread), next);
     }
@@ -417,11 +422,18 @@ class ExpertsJob : public PackedJob {
     const Expert& expert = records_.expert(e);
     const std::uint8_t* record = decoded(expert.down, expert.down_section, records_.record(e), task.begin, task.end, 0, thread);
     const Tokens inputs = tokens(e, h_, workspace_.h_bytes);
-    if (prompts_ != nullptr) {
-      prompts_->down(expert, record, task.begin, task.end, inputs, out_, memory(thread), workspace_.most_inputs, next);
+    if (const PromptKernels* served = prompts(e)) {
+      served->down(expert, record, task.begin, task.end, inputs, out_, memory(thread), workspace_.most_inputs, next);
     } else {
       kernels_.down(expert, record, task.begin, task.end, inputs, out_, adding_, scratch(thread), next);
     }
+  }
+
+  // The functions for prompts that serve an expert; null: those of decoded tokens do.
+  const PromptKernels* prompts(std::size_t e) const {
+    if (!adding_) return nullptr;
+    const bool wide = long_ && kernels_.long_prompts != nullptr && kernels_.long_prompts->serve(records_.expert(e));
+    return wide ? kernels_.long_prompts : kernels_.prompts;
   }
 
   Tokens tokens(std::size_t e, const std::uint8_t* rows, std::size_t bytes) const {
@@ -433,8 +445,7 @@ class ExpertsJob : public PackedJob {
   const std::int32_t* places_;
   const float* factors_;
   float* out_;
-  const bool adding_;
-  const PromptKernels* prompts_;  // null: the others serve
+  const bool adding_, long_;
   std::atomic<std::size_t>* up_left_;
   std::atomic<bool> damaged_{false};
 };
@@ -688,19 +699,19 @@ VISMOE_API std::size_t vismoe_held_bytes() {
 // Experts 0 .. n with their records at `addresses`; record i has the layout experts[precisions[i]], or experts[0] if that is
 // null.
 // Pairs starts[i] .. starts[i + 1] belong to expert i. hidden [T, H] contiguous.
-// adding == 0: out float32 [P, H] = factor * expert(hidden[token]); otherwise this is added to out float32 [T, H], experts in
+// kApart: out float32 [P, H] = factor * expert(hidden[token]); otherwise this is added to out float32 [T, H], experts in
 // order.
 // Returns 0, 1 if memory for the workspace or threads could not be had, or 2 for a damaged lossless record.
 VISMOE_API std::int32_t vismoe_experts(const Expert* experts, std::size_t formats, std::size_t n, const std::uint64_t* addresses,
                                        const std::uint8_t* precisions, const std::int32_t* starts, const std::int32_t* tokens,
                                        const float* factors, const void* hidden, std::int32_t dtype, float* out,
-                                       std::int32_t adding) try {
+                                       std::int32_t outcome) try {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const Records records{{experts, formats}, n, addresses, precisions, starts};
   const Kernels& kernels = records.formats.kernels(s.isa, static_cast<Dtype>(dtype));
   const Input input{hidden, static_cast<Dtype>(dtype), experts->hidden(), tokens};
-  ExpertsJob job(s, kernels, records, input, adding ? tokens : nullptr, factors, out, adding != 0);
+  ExpertsJob job(s, kernels, records, input, outcome == kApart ? nullptr : tokens, factors, out, static_cast<Outcome>(outcome));
   job.run_all(s);
   return job.damaged() ? 2 : 0;
 } catch (const std::exception&) {

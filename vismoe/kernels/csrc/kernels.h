@@ -32,6 +32,9 @@ enum Encoding : std::int32_t {
 constexpr bool has_codes(std::int32_t e) { return e >= kInt8 && e != kFp8; }
 enum Gate : std::int32_t { kNoGate = 0, kConcatenated = 1, kInterleaved = 2 };
 enum Activation : std::int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kReluSquared = 3, kClampedSwiglu = 4 };
+// What becomes of the results of experts: a row for each pair, or a sum for each token; kAddedOfLong: the same, where each expert
+// has many tokens on average.
+enum Outcome : std::int32_t { kApart = 0, kAdded = 1, kAddedOfLong = 2 };
 enum Isa : std::int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
 
 // One matrix [rows, inputs] of a record; offsets are bytes from the beginning of the record.
@@ -186,6 +189,7 @@ struct AttentionTask {
 
 // Functions of a set for prompts with bfloat16 inputs, which may pack inputs in a layout of their own.
 struct PromptKernels {
+  bool (*serve)(const Expert&);  // whether for experts in these formats
   // Memory of one thread, which begins with its Scratch.
   std::size_t (*scratch_bytes)(std::size_t inputs);
   // Turns up to 16 rows, one expert's next ones, into as many packed rows.
@@ -226,7 +230,7 @@ struct Kernels {
   // The part of a task; and the output of a key head from all parts, in order. `attend` only of sets for float32.
   void (*attend)(const Attention&, const AttentionTask&, const AttentionTask* next, float* part, float* scratch);
   void (*merge)(const Attention&, const AttentionTask&, const float* parts, std::size_t count, float* scratch);
-  const PromptKernels* prompts;  // null: the others
+  const PromptKernels *prompts, *long_prompts;  // null: those above; those of `prompts`
 };
 
 const Kernels& kernels_portable();
@@ -244,7 +248,7 @@ VISMOE_API std::size_t vismoe_route(const std::int64_t* routing, std::size_t pai
 VISMOE_API std::int32_t vismoe_experts(const vismoe::Expert* experts, std::size_t formats, std::size_t n,
                                        const std::uint64_t* addresses, const std::uint8_t* precisions, const std::int32_t* starts,
                                        const std::int32_t* tokens, const float* factors, const void* hidden, std::int32_t dtype,
-                                       float* out, std::int32_t adding);
+                                       float* out, std::int32_t outcome);
 VISMOE_API std::int32_t vismoe_combine(const float* parts, const std::int32_t* tokens, std::size_t pairs, std::size_t columns,
                                        void* out, std::int32_t dtype, std::size_t count);
 VISMOE_API std::int32_t vismoe_linears(const vismoe::Product* products, std::size_t count, const void* x, std::int32_t dtype,

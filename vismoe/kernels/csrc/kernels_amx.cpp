@@ -1,20 +1,10 @@
-// AMX with BF16: experts for the tokens of a prompt. Sixteen rows of weights meet sixteen tokens, 32 inputs at a time; sums are
-// float32. Everything else is that of AVX-512 with BF16.
-//
-// Rows of weights are restored to bfloat16 first, for all tokens of a pass, whatever their encoding. Tokens lie in groups of up to
-// sixteen, packed as tiles want them: the next two inputs of every token of the group, then the two that follow. A group of c tokens
-// takes the memory of c packed rows; the columns of a tile beyond c hold other numbers of the group, and nothing reads their sums.
+// AMX with BF16, for prompts: sixteen rows of weights meet sixteen tokens, 32 inputs at a time. Everything else is that of AVX-512
+// with BF16.
 
-#include "avx512bf16.h"
+#include "prompts.h"
 
 namespace vismoe {
 namespace {
-
-constexpr std::size_t kTile = 16;         // rows of weights of one tile, and tokens of a group
-constexpr std::size_t kSpan = 32;         // inputs of one tile
-constexpr std::size_t kWideTokens = 256;  // tokens of one pass over the weights
-
-using X = Avx512Bf16::X;
 
 // All eight tiles have sixteen rows of 64 bytes.
 struct alignas(64) TileConfig {
@@ -34,120 +24,6 @@ class Tiles {
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 };
-
-// Memory of one thread.
-struct WideScratch {
-  Scratch narrow;
-  X* rows;       // [kChunkRows, stride]: restored weights
-  float* sums;   // [2 * kChunkRows, kWideTokens]: products before bias and activation
-  X* activated;  // [kChunkRows, kWideTokens]
-
-  static std::size_t bytes(std::size_t inputs) {
-    return round_up(Scratch::bytes(inputs), kAlignment) + kChunkRows * stride_of(inputs) * sizeof(X) +
-           kChunkRows * kWideTokens * (2 * sizeof(float) + sizeof(X));
-  }
-  static WideScratch at(std::uint8_t* memory, std::size_t inputs) {
-    std::uint8_t* rows = memory + round_up(Scratch::bytes(inputs), kAlignment);
-    std::uint8_t* sums = rows + kChunkRows * stride_of(inputs) * sizeof(X);
-    return {Scratch::at(memory, inputs), reinterpret_cast<X*>(rows), reinterpret_cast<float*>(sums),
-            reinterpret_cast<X*>(sums + 2 * kChunkRows * kWideTokens * sizeof(float))};
-  }
-};
-
-// Up to kWideTokens packed tokens from `at` on, each of `row_bytes`.
-struct Groups {
-  const std::uint8_t* at;
-  std::size_t tokens, row_bytes;
-
-  std::size_t count() const { return (tokens + kTile - 1) / kTile; }
-  std::size_t size(std::size_t g) const { return least(kTile, tokens - g * kTile); }
-  const std::uint8_t* group(std::size_t g) const { return at + g * kTile * row_bytes; }
-};
-
-// Later weights, of which `each` bytes are prefetched per step.
-struct Later {
-  const std::uint8_t* at;
-  std::size_t each;
-
-  void step() {
-    if (at == nullptr) return;
-    for (std::size_t b = 0; b < each; b += 64) __builtin_prefetch(at + b, 0, 2);
-    at += each;
-  }
-};
-
-inline void transpose(__m512i (&v)[16]) {  // 16 x 16 numbers of 32 bits
-  __m512i w[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
-    v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
-    v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
-    v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    const __m512i a = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88), b = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
-    const __m512i c = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88), d = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
-    w[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-    w[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
-    w[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
-    w[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
-  }
-  for (int i = 0; i < 16; i++) v[i] = w[i];
-}
-
-inline __mmask16 first16(std::size_t count) { return static_cast<__mmask16>((1u << count) - 1); }
-
-void pack_group(const void* const* rows, std::size_t count, std::size_t inputs, void* packed) {
-  std::uint32_t* to = static_cast<std::uint32_t*>(packed);
-  for (std::size_t k = 0; k < padded(inputs); k += kSpan) {
-    const std::size_t there = k < inputs ? least(kSpan, inputs - k) : 0;
-    const __mmask32 mask = there == kSpan ? 0xffffffffu : (1u << there) - 1;
-    __m512i v[16];
-    for (std::size_t t = 0; t < kTile; t++) {
-      v[t] = t < count ? _mm512_maskz_loadu_epi16(mask, static_cast<const X*>(rows[t]) + k) : _mm512_setzero_si512();
-    }
-    transpose(v);
-    for (std::size_t p = 0; p < kTile; p++, to += count) _mm512_mask_storeu_epi32(to, first16(count), v[p]);
-  }
-}
-
-// ------------------------------------------------------------------ products
-// to[row - begin, :] = rows begin .. end of a matrix as bfloat16, padded with zeros.
-template <Encoding E>
-void restore_rows(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const WideScratch& scratch) {
-  using D = Avx512Bf16::Decoder<E>;
-  const std::size_t stride = stride_of(static_cast<std::size_t>(m.inputs));
-  float *scales = scratch.narrow.scales, *minima = scales + kRows * scratch.narrow.steps;
-  Rows<D> rows;
-  for (std::size_t row = begin; row < end; row++) {
-    X* to = scratch.rows + (row - begin) * stride;
-    place_rows(m, record, row, 1, 1, rows);
-    if constexpr (D::kStep > 0) read_scales<E>(m, record, row, scales, minima);
-    for (std::size_t u = 0; u < rows.units + rows.tail; u++) {
-      const Unit unit = u < rows.units ? unit_at(rows, 0, u) : rest_of(rows, 0);
-      if constexpr (D::kStep > 0) {
-        const std::size_t s = u * (D::kInputs / D::kStep);
-        restore_unit<Avx512Bf16, E>(unit, scales + s, has_minima(m) ? minima + s : nullptr, to + u * D::kInputs);
-      } else {
-        decode_unit<Avx512Bf16, D>(unit, to + u * D::kInputs);
-      }
-    }
-  }
-}
-
-template <std::size_t... E>
-void restore_any(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const WideScratch& scratch,
-                 std::index_sequence<E...>) {
-  static constexpr decltype(&restore_rows<kRawBf16>) of[] = {restore_rows<E == kRawFp16 ? kRawBf16 : static_cast<Encoding>(E)>...};
-  of[m.encoding](m, record, begin, end, scratch);
-}
 
 // sums[row, token] of 32 rows and two groups.
 inline void two_by_two(const X* rows, std::size_t stride, const Groups& in, std::size_t g, std::size_t steps, float* sums, Later& later) {
@@ -200,126 +76,33 @@ inline void four_by_one(const X* rows, std::size_t stride, const Groups& in, std
   _tile_stored(3, sums + 3 * kTile * kWideTokens, kWideTokens * sizeof(float));
 }
 
-// sums[row - begin, token] of at most kChunkRows rows, with their bias.
-void multiply_wide(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const Groups& in,
-                   const WideScratch& scratch, const Place& next, float* sums) {
-  const std::size_t inputs = static_cast<std::size_t>(m.inputs), stride = stride_of(inputs), steps = padded(inputs) / kSpan;
-  restore_any(m, record, begin, end, scratch, std::make_index_sequence<kEncodings>());
-  const std::size_t groups = in.count(), pairs = groups / 2, blocks = (end - begin + 31) / 32;
-  const std::size_t all_steps = (pairs * blocks + groups % 2) * steps;
-  memory_is_used();
-  Later later{next.codes, (end - begin) * static_cast<std::size_t>(m.row_bytes) / all_steps + 1};
-  for (std::size_t g = 0; g + 1 < groups; g += 2) {
-    for (std::size_t r = 0; r < blocks * 32; r += 32) {
-      two_by_two(scratch.rows + r * stride, stride, in, g, steps, sums + r * kWideTokens + g * kTile, later);
-    }
-  }
-  if (groups % 2) four_by_one(scratch.rows, stride, in, groups - 1, steps, sums + (groups - 1) * kTile, later);
-  memory_is_used();
-  if (m.bias_dtype < 0) return;
-  for (std::size_t row = begin; row < end; row++) {
-    const float bias = value_at(record + m.bias, static_cast<Dtype>(m.bias_dtype), row);
-    float* of = sums + (row - begin) * kWideTokens;
-    for (std::size_t t = 0; t < round_up(in.tokens, kTile); t++) of[t] += bias;
-  }
-}
+struct Tiled {
+  using Scope = Tiles;
 
-// ------------------------------------------------------------------ tasks
-template <Activation A>
-void activate_wide(const Expert& e, const float* sums, std::size_t count, std::size_t tokens, X* to) {
-  for (std::size_t i = 0; i < count; i++, to += kWideTokens) {
-    const float* row = sums + i * kWideTokens;
-    if (e.gate == kConcatenated) activate_as<A, 1, true>(row, row + kChunkRows * kWideTokens, tokens, e.alpha, e.limit, to);
-    if (e.gate == kInterleaved) {
-      activate_as<A, 1, true>(row + i * kWideTokens, row + (i + 1) * kWideTokens, tokens, e.alpha, e.limit, to);
-    }
-    if (e.gate == kNoGate) activate_as<A, 1, false>(row, row, tokens, e.alpha, e.limit, to);
+  static std::size_t steps(std::size_t count, const Groups& in, std::size_t inputs) {
+    return (in.count() / 2 * ((count + 31) / 32) + in.count() % 2) * (inputs / kSpan);
   }
-}
-
-void activate_wide(const Expert& e, const float* sums, std::size_t count, std::size_t tokens, X* to) {
-  switch (e.activation) {
-    case kSilu: return activate_wide<kSilu>(e, sums, count, tokens, to);
-    case kGeluTanh: return activate_wide<kGeluTanh>(e, sums, count, tokens, to);
-    case kGeluErf: return activate_wide<kGeluErf>(e, sums, count, tokens, to);
-    case kReluSquared: return activate_wide<kReluSquared>(e, sums, count, tokens, to);
-    default: return activate_wide<kClampedSwiglu>(e, sums, count, tokens, to);
-  }
-}
-
-// Outputs begin .. end of the activation, rows of `from`, become pairs of inputs of the groups at `h`.
-void pack_outputs(const X* from, std::size_t begin, std::size_t end, std::size_t outputs, const Groups& in, std::uint8_t* h) {
-  const auto words = [](const X* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); };
-  for (std::size_t g = 0; g < in.count(); g++) {
-    const std::size_t c = in.size(g);
-    std::uint32_t* to = reinterpret_cast<std::uint32_t*>(h + g * kTile * in.row_bytes) + begin / 2 * c;
-    for (std::size_t i = begin; i < (end == outputs ? padded(outputs) : end); i += 2, to += c) {
-      const X* row = from + (i - begin) * kWideTokens + g * kTile;
-      __m512i pair = i < end ? words(row) : _mm512_setzero_si512();
-      if (i + 1 < end) pair = _mm512_or_si512(pair, _mm512_slli_epi32(words(row + kWideTokens), 16));
-      _mm512_mask_storeu_epi32(to, first16(c), pair);
-    }
-  }
-}
-
-void up_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
-             std::uint8_t* memory, std::size_t most_inputs, const Place& next) {
-  const Tiles tiles;
-  const WideScratch scratch = WideScratch::at(memory, most_inputs);
-  const std::size_t outputs = e.intermediate(), count = end - begin, x_bytes = stride_of(e.hidden()) * sizeof(X);
-  const std::size_t h_bytes = stride_of(outputs) * sizeof(X);
-  for (std::size_t first = 0; first < tokens.count; first += kWideTokens) {
-    const std::size_t n = least(kWideTokens, tokens.count - first);
-    const Groups in{static_cast<const std::uint8_t*>(tokens.x) + first * x_bytes, n, x_bytes};
-    float *sums = scratch.sums, *second = sums + kChunkRows * kWideTokens;
-    if (e.gate == kConcatenated) {
-      multiply_wide(e.up, record, begin, end, in, scratch, place_of(e.up, record, outputs + begin, end - begin), sums);
-      multiply_wide(e.up, record, outputs + begin, outputs + end, in, scratch, next, second);
-    } else if (e.gate == kInterleaved) {
-      const std::size_t middle = least(2 * begin + kChunkRows, 2 * end);
-      multiply_wide(e.up, record, 2 * begin, middle, in, scratch, place_of(e.up, record, middle, 2 * end - middle), sums);
-      if (middle < 2 * end) multiply_wide(e.up, record, middle, 2 * end, in, scratch, next, second);
-    } else {
-      multiply_wide(e.up, record, begin, end, in, scratch, next, sums);
-    }
-    activate_wide(e, sums, count, round_up(n, kTile), scratch.activated);
-    pack_outputs(scratch.activated, begin, end, outputs, {nullptr, n, h_bytes}, static_cast<std::uint8_t*>(h) + first * h_bytes);
-  }
-}
-
-void down_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
-               std::uint8_t* memory, std::size_t most_inputs, const Place& next) {
-  const Tiles tiles;
-  const WideScratch scratch = WideScratch::at(memory, most_inputs);
-  const std::size_t columns = e.hidden(), x_bytes = stride_of(e.intermediate()) * sizeof(X);
-  for (std::size_t first = 0; first < tokens.count; first += kWideTokens) {
-    const std::size_t n = least(kWideTokens, tokens.count - first);
-    const Groups in{static_cast<const std::uint8_t*>(tokens.x) + first * x_bytes, n, x_bytes};
-    multiply_wide(e.down, record, begin, end, in, scratch, next, scratch.sums);
-    for (std::size_t g = 0; g < in.count(); g++) {
-      for (std::size_t i = begin; i < end; i += kTile) {
-        const __mmask16 there = first16(least(kTile, end - i));
-        __m512i v[16];
-        for (std::size_t r = 0; r < kTile; r++) v[r] = _mm512_loadu_si512(scratch.sums + (i - begin + r) * kWideTokens + g * kTile);
-        transpose(v);
-        for (std::size_t t = 0; t < in.size(g); t++) {
-          const std::size_t token = first + g * kTile + t;
-          float* to = out + tokens.place(token) * columns + i;
-          const __m512 made = _mm512_mul_ps(_mm512_set1_ps(tokens.factors[token]), _mm512_castsi512_ps(v[t]));
-          _mm512_mask_storeu_ps(to, there, _mm512_add_ps(_mm512_maskz_loadu_ps(there, to), made));
-        }
+  static void multiply(const X* rows, std::size_t stride, std::size_t count, const Groups& in, std::size_t inputs, float* sums,
+                       Later& later) {
+    const std::size_t groups = in.count(), steps = inputs / kSpan;
+    memory_is_used();
+    for (std::size_t g = 0; g + 1 < groups; g += 2) {
+      for (std::size_t r = 0; r < count; r += 32) {
+        two_by_two(rows + r * stride, stride, in, g, steps, sums + r * kWideTokens + g * kTile, later);
       }
     }
+    if (groups % 2) four_by_one(rows, stride, in, groups - 1, steps, sums + (groups - 1) * kTile, later);
+    memory_is_used();
   }
-}
+};
 
 }  // namespace
 
 const Kernels& kernels_amx() {
-  static const PromptKernels prompts = {WideScratch::bytes, pack_group, up_wide, down_wide};
   static const Kernels kernels = [] {
     Kernels made = kernels_avx512bf16();
-    made.prompts = &prompts;
+    made.prompts = &wide_prompts<Tiled>([](const Expert&) { return true; });
+    made.long_prompts = nullptr;
     return made;
   }();
   return kernels;

@@ -53,7 +53,7 @@ VISMOE_API std::int32_t vismoe_resident(const ResidentLayer* layer, const std::i
     ordered[p] = value_at(factors, static_cast<Dtype>(factors_dtype), static_cast<std::size_t>(places[p]));
   }
   const std::int32_t failed = vismoe_experts(layer->expert, 1, n, addresses.data(), nullptr, starts.data(), owners.data(),
-                                             ordered.data(), hidden, dtype, parts, 0);
+                                             ordered.data(), hidden, dtype, parts, kApart);
   if (failed) return -1 - failed;
   if (vismoe_combine(parts, owners.data(), pairs, columns, out, dtype, tokens)) return -2;
   for (std::size_t i = 0; i < n; i++) {

@@ -21,6 +21,7 @@ from vismoe.paging.lent import Group, Lending, Lent
 from vismoe.types import ExpertInventory
 
 PAIRS_PER_CALL = 1024  # bounds the intermediate results between an expert's two products
+LONG_PROMPT = 64  # tokens of each expert, on average, from which the CPU kernels for long prompts are the quicker ones
 Call = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -135,6 +136,8 @@ class FastWork:
         self, kernel: cpu.ExpertKernel, num_experts: int, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor
     ):
         self._kernel, self._type, self._hidden = kernel, hidden.dtype, hidden.contiguous()
+        self._average = routing.size / num_experts  # tokens of an expert
+        self.sequences = 1  # of the batch, which have equally many tokens: how each is computed depends on its own only
         self.experts, self._starts, self._tokens, places = cpu.route(routing, num_experts)
         self._factors = factors.detach().float().numpy().ravel()[places]
 
@@ -164,11 +167,11 @@ class FastWork:
         return self._parts(records, self._pairs(group.experts), group)
 
     def _added(self, lease: Lending) -> torch.Tensor:
-        out = torch.zeros(self._hidden.shape, dtype=torch.float32)
+        out, long = torch.zeros(self._hidden.shape, dtype=torch.float32), self._average / self.sequences >= LONG_PROMPT
         for group in lease.groups(in_order=True):
             records = Records(group.experts, group.addresses, group.precisions)
             for _, call, precisions in self._calls(records, self._pairs(group.experts)):
-                self._kernel.parts(*call, self._hidden, out, precisions, adding=True)
+                self._kernel.parts(*call, self._hidden, out, precisions, adding=True, long=long)
         return out.to(self._type)
 
     def _combined(self, lease: Lending) -> torch.Tensor:

@@ -198,6 +198,8 @@ class PagedLayer:
         work = serving.backend.begin(layer, module, routing, hidden, factors)
         if self.whole is not None and chooser is None and not step.fewer and isinstance(work, GpuWork):
             work.whole = self.whole
+        if isinstance(work, FastWork):
+            work.sequences = step.batch
         keep = None if decoding else _last_tokens_experts(step, routing)
         tokens = work.tokens if pager.ways is not None or high is not None else None
         by_reading = isinstance(work, FastWork) and decoding and len(work) <= PAIRS_PER_CALL

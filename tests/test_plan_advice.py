@@ -98,3 +98,21 @@ def test_a_context_that_no_machine_holds_gets_advice_that_is_worth_following(con
     advised = with_fix(settings, refused.value.fix)
     assert advised.context >= (positions or 2**15), refused.value
     assert preview.preview(demo_model(), advised).total_bytes <= 20 * GIB
+
+
+@pytest.mark.parametrize("reads", ["auto", "cached", "direct"])
+def test_the_fix_of_a_refused_plan_holds_what_reading_experts_takes(reads, monkeypatch):
+    """Buffers of threads that read past the page cache, which are chosen with a plan that lacks them."""
+    machine = Hardware("cpu", 20 * GIB, 32 * GIB, 20 * GIB, 2)
+    settle, buffer = opening.settle_reading, 50 * MIB
+    large = lambda need, settings, machine, reads, table: settle(  # noqa: E731
+        need, settings, machine, dataclasses.replace(reads, bounce_bytes=buffer), table
+    )
+    monkeypatch.setattr(opening, "settle_reading", large)
+    settings = Settings(memory="300MiB", reads=reads)
+    with pytest.raises(BudgetError) as refused:
+        preview.preview(demo_model(), settings, hardware=machine)
+    made = preview.preview(demo_model(), with_fix(settings, refused.value.fix), hardware=machine)
+    staging = sum(part.bytes for part in made.parts if part.name == "staging")
+    assert made.total_bytes <= made.budget_bytes
+    assert reads == "auto" or (staging > buffer) == (reads == "direct")

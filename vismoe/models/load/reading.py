@@ -39,13 +39,14 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
     `table_bytes`: token embeddings that could stay on disk, 0 where they cannot.
     Raises what `plan` raises, and ConfigError.
     """
-    draft, _ = place_table(needs, settings, hardware, table_bytes)
+    buffers = 2 if hardware.device == "cpu" else 1  # beside each thread that copies a native one reads (kernels/read.py)
+    past_cache = dataclasses.replace(needs, scratch_bytes=needs.scratch_bytes + buffers * reads.bounce_bytes)
+    draft = _draft(needs, past_cache, settings, hardware, reads, table_bytes)
     held_bytes = (draft.total_bytes if hardware.device == "cpu" else 0) + draft.host_bytes
     spare_bytes = hardware.free_host_bytes - held_bytes * hardware.local_world_size
     choices = _choose(needs, settings, hardware, spare_bytes, reads)
     if choices.cold_direct:
-        buffers = 2 if hardware.device == "cpu" else 1  # beside each thread that copies a native one reads (kernels/read.py)
-        needs = dataclasses.replace(needs, scratch_bytes=needs.scratch_bytes + buffers * reads.bounce_bytes)
+        needs = past_cache
     host_share = min(1.0, sum(draft.host_slabs) / max(1, draft.total_experts))
     cached = hardware.device == "cpu" and not choices.direct_reads and fits_page_cache(reads.stored_bytes, spare_bytes)
     bytes_per_s = read_rate(settings, needs.inventory, reads, choices.direct_reads, cached)
@@ -59,6 +60,21 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
         sentences.append(f"embeddings: {format_bytes(table_bytes)} stay on disk, a token reads its row")
     settled_plan = dataclasses.replace(memory, reading=tuple(sentences))
     return Reading(settled_plan, choices.direct_reads, choices.cold_direct, on_disk, bytes_per_s)
+
+
+def _draft(
+    needs: Footprint, past_cache: Footprint, settings: Settings, hardware: Hardware, reads: Reads, table_bytes: int
+) -> Plan:
+    """The plan without what reading past the page cache takes, which is chosen by this plan. If it is refused, the fix has to be
+    enough however experts will be read."""
+    try:
+        return place_table(needs, settings, hardware, table_bytes)[0]
+    except BudgetError as error:
+        refused = error
+    if settings.reads != "cached":
+        threads = _choose(needs, settings, hardware, hardware.free_host_bytes, reads).io_threads
+        place_table(past_cache, dataclasses.replace(settings, io_threads=threads), hardware, table_bytes)
+    raise refused
 
 
 def start_reading(stores: Stores, reading: Reading, settings: Settings) -> Reading:

@@ -18,8 +18,6 @@
 namespace vismoe {
 namespace {
 
-constexpr bool is_scaled(Encoding e) { return e >= kFp8; }
-
 constexpr std::size_t unit_inputs(Encoding e) { return e >= kQ4K ? 256 : kUnit; }
 
 constexpr std::size_t unit_bytes(Encoding e) {

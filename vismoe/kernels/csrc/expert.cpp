@@ -432,8 +432,9 @@ class ExpertsJob : public PackedJob {
   // The functions for prompts that serve an expert; null: those of decoded tokens do.
   const PromptKernels* prompts(std::size_t e) const {
     if (!adding_) return nullptr;
-    const bool wide = long_ && kernels_.long_prompts != nullptr && kernels_.long_prompts->serve(records_.expert(e));
-    return wide ? kernels_.long_prompts : kernels_.prompts;
+    const Expert& expert = records_.expert(e);
+    const bool scaled = is_scaled(expert.up.encoding) && is_scaled(expert.down.encoding);  // others keep the bits of decoded tokens
+    return long_ && scaled && kernels_.long_prompts != nullptr ? kernels_.long_prompts : kernels_.prompts;
   }
 
   Tokens tokens(std::size_t e, const std::uint8_t* rows, std::size_t bytes) const {

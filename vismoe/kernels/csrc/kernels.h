@@ -28,6 +28,8 @@ enum Encoding : std::int32_t {
   kQ2K, kQ3K, kIq4Xs,
   kEncodings
 };
+// Whether they are those of published checkpoints, whose sums of codes are scaled.
+constexpr bool is_scaled(std::int32_t e) { return e >= kFp8; }
 // Whether weights are integers times scales: those of kFp8 are numbers of 8 bits.
 constexpr bool has_codes(std::int32_t e) { return e >= kInt8 && e != kFp8; }
 enum Gate : std::int32_t { kNoGate = 0, kConcatenated = 1, kInterleaved = 2 };
@@ -189,7 +191,6 @@ struct AttentionTask {
 
 // Functions of a set for prompts with bfloat16 inputs, which may pack inputs in a layout of their own.
 struct PromptKernels {
-  bool (*serve)(const Expert&);  // whether for experts in these formats
   // Memory of one thread, which begins with its Scratch.
   std::size_t (*scratch_bytes)(std::size_t inputs);
   // Turns up to 16 rows, one expert's next ones, into as many packed rows.
@@ -230,7 +231,8 @@ struct Kernels {
   // The part of a task; and the output of a key head from all parts, in order. `attend` only of sets for float32.
   void (*attend)(const Attention&, const AttentionTask&, const AttentionTask* next, float* part, float* scratch);
   void (*merge)(const Attention&, const AttentionTask&, const float* parts, std::size_t count, float* scratch);
-  const PromptKernels *prompts, *long_prompts;  // null: those above; those of `prompts`
+  const PromptKernels* prompts;       // null: those above
+  const PromptKernels* long_prompts;  // of weights that are scaled; null: those of `prompts`
 };
 
 const Kernels& kernels_portable();

@@ -101,7 +101,7 @@ struct Tiled {
 const Kernels& kernels_amx() {
   static const Kernels kernels = [] {
     Kernels made = kernels_avx512bf16();
-    made.prompts = &wide_prompts<Tiled>([](const Expert&) { return true; });
+    made.prompts = &wide_prompts<Tiled>();
     made.long_prompts = nullptr;
     return made;
   }();

@@ -125,13 +125,11 @@ void down_prompt(const Expert& e, const std::uint8_t* record, std::size_t begin,
 }  // namespace
 
 const Kernels& kernels_avx512bf16() {
-  static const PromptKernels prompts = {[](const Expert&) { return true; }, Scratch::bytes, pack_rows, up_prompt, down_prompt};
+  static const PromptKernels prompts = {Scratch::bytes, pack_rows, up_prompt, down_prompt};
   static const Kernels kernels = [] {
     Kernels made = kernels_of<S>();
     made.prompts = &prompts;
-    made.long_prompts = &wide_prompts<InVectors>([](const Expert& e) {  // the bits of others are those of decoded tokens
-      return is_scaled(static_cast<Encoding>(e.up.encoding)) && is_scaled(static_cast<Encoding>(e.down.encoding));
-    });
+    made.long_prompts = &wide_prompts<InVectors>();
     return made;
   }();
   return kernels;

@@ -217,8 +217,8 @@ void down_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, s
 }
 
 template <class P>
-const PromptKernels& wide_prompts(bool (*serve)(const Expert&)) {
-  static const PromptKernels prompts = {serve, WideScratch::bytes, pack_group, up_wide<P>, down_wide<P>};
+const PromptKernels& wide_prompts() {
+  static const PromptKernels prompts = {WideScratch::bytes, pack_group, up_wide<P>, down_wide<P>};
   return prompts;
 }
 

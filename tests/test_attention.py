@@ -1,4 +1,4 @@
-"""Attention of one token: the kernels against float64 and torch, and which attention of models is theirs."""
+"""Attention: the kernels against float64 and torch, and which attention of models is theirs."""
 
 import pytest
 import tiny_models
@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vismoe.kernels import attention, cpu
 from vismoe.models.family.caches import CACHE
-from vismoe.models.moe.attention import IMPLEMENTATION, group_queries, grouped_attention, of_sequences
+from vismoe.models.moe.attention import IMPLEMENTATION, _of_prompt, group_queries, grouped_attention, of_sequences
 from vismoe.models.moe.linears import serve_linears
 from vismoe.models.moe.norms import serve_norms
 from vismoe.models.moe.rows import RowsCache, shared_pass
@@ -98,6 +98,105 @@ def test_what_is_hidden_counts_for_nothing(isa, masked):
     assert torch.equal(before[0, 0, 1:], after[0, 0, 1:]) and not torch.equal(before[0, 0, 0], after[0, 0, 0])
     keys[:, :, 299] = torch.nan
     assert attention.attend(query, [(keys, values, mask)], 1.0)[0, 0, :3].isnan().all()
+
+
+# ------------------------------------------------------------------ of several tokens
+PROMPTS = (  # heads, key heads, numbers of a key and of a value, tokens, keys
+    (8, 1, 128, 128, 70, 300),
+    (6, 3, 72, 72, 100, 100),  # as in vision towers
+    (4, 4, 96, 64, 33, 515),  # as in latent attention
+    (5, 5, 40, 24, 3, 9),
+    (4, 2, 64, 272, 130, 256),
+)
+
+
+@pytest.fixture(params=[isa for isa in cpu.available() if isa in attention.PROMPTS] or [None])
+def prompt_isa(request):
+    if request.param is None:
+        pytest.skip("this processor has no products of bfloat16 that the kernels use for attention of prompts")
+    yield cpu.start(2, request.param).isa
+    cpu.start()
+
+
+def prompt(heads: int, key_heads: int, columns: int, wide: int, tokens: int, keys: int, batch: int = 1):
+    query = torch.randn(batch, tokens, heads, columns).bfloat16().transpose(1, 2)
+    key = torch.randn(batch, key_heads, keys + 50, columns).bfloat16()[:, :, :keys]
+    return query, key, torch.randn(batch, keys, key_heads, wide).bfloat16().transpose(1, 2)
+
+
+def until(tokens: int, keys: int) -> torch.Tensor:
+    """What the last `tokens` of so many keys see."""
+    return torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)[None, None]
+
+
+@pytest.mark.parametrize("seen", ["causal", "all", "some"])
+def test_attention_of_prompts_is_as_near_to_float64_as_torchs(prompt_isa, seen):
+    torch.manual_seed(2)
+    for shape in PROMPTS:
+        query, key, value = prompt(*shape, batch=2)
+        heads, _, columns, wide, tokens, keys = shape
+        causal, scale = seen == "causal", 1.5 * columns**-0.5
+        mask = torch.rand(2, 1, tokens, keys) > 0.4 if seen == "some" else None
+        shown = until(tokens, keys) if causal else torch.ones(1, 1, 1, keys, dtype=torch.bool) if mask is None else mask
+        assert attention.takes_prompt(query, key, value, mask)
+        made = attention.attend_prompt(query, key, value, mask, causal, scale)
+        their = of_torch(
+            query.contiguous(), key, value.contiguous(), shown.expand(2, 1, tokens, keys), scale=scale, enable_gqa=True
+        )
+        wanted = exact(query, (key, value, shown), scale)
+        assert made.shape == (2, tokens, heads, wide) and made.dtype is torch.bfloat16
+        assert 0 < rms(made - wanted) <= 1.05 * rms(their.transpose(1, 2) - wanted)
+
+
+def test_a_token_of_a_prompt_depends_on_what_it_sees_only(prompt_isa):
+    """In pieces at any places, with a mask or without, whatever follows, in a batch, with any number of threads."""
+    query, key, value = prompt(8, 2, 64, 64, 700, 700, batch=2)
+    whole = attention.attend_prompt(query, key, value, None, True, 0.2)
+    for threads in (2, 1, 5):
+        cpu.start(threads, prompt_isa)
+        for begin, end in ((0, 700), (0, 1), (1, 300), (255, 257), (300, 699), (513, 700)):
+            part, keys, values = query[:, :, begin:end], key[:, :, :end], value[:, :, :end]
+            wanted = whole[:, begin:end]
+            assert torch.equal(attention.attend_prompt(part, keys, values, None, True, 0.2), wanted)
+            assert torch.equal(attention.attend_prompt(part, keys, values, until(end - begin, end), False, 0.2), wanted)
+            longer = torch.cat((until(end - begin, end), torch.zeros(1, 1, end - begin, 700 - end, dtype=torch.bool)), 3)
+            assert torch.equal(attention.attend_prompt(part, key, value, longer, False, 0.2), wanted)
+            alone = attention.attend_prompt(part[1:], keys[1:], values[1:], None, True, 0.2)
+            assert torch.equal(alone, wanted[1:])
+
+
+def test_what_is_hidden_from_a_prompt_counts_for_nothing(prompt_isa):
+    query, key, value = prompt(4, 2, 32, 48, 40, 600)
+    mask = torch.rand(1, 4, 40, 600) > 0.5
+    mask[..., :300] = False
+    mask[:, 2, 7] = False
+    before = attention.attend_prompt(query, key, value, mask, False, 1.0)
+    assert not before[0, 7, 2].any(), "nothing is visible to one head of a token"
+    key[:, :, :300], value[:, :, :300] = 100.0, 1e6
+    assert torch.equal(attention.attend_prompt(query, key, value, mask, False, 1.0), before)
+    key[:, 0, 599] = torch.nan
+    after = attention.attend_prompt(query, key, value, mask, False, 1.0)
+    nan = after.isnan().all(-1)[0]
+    assert torch.equal(nan[:, :2], mask[0, :2, :, 599].T) and torch.equal(after[:, :, 2:], before[:, :, 2:])
+
+
+@torch.no_grad()
+def test_which_attention_of_prompts_is_ours(prompt_isa):
+    query, key, value = prompt(8, 2, 64, 64, 20, 20)
+
+    def ours(query=query, key=key, value=value, mask=None, module=Module, **options):
+        return _of_prompt(module, query, key, value, mask, options) is not None
+
+    assert ours() and ours(is_causal=False) and ours(mask=until(20, 20))
+    assert ours(query[:, :, 3:], is_causal=False) and not ours(query[:, :, 3:]), "whose are the keys?"
+    assert not any(ours(**{name: 0.1}) for name in ("dropout", "softcap", "output_attentions", "position_bias", "cache"))
+    assert not ours(query.float(), key.float(), value.float()) and not ours(key=key.float())
+    assert not ours(mask=until(20, 20).float()) and not ours(mask=until(20, 19))
+    assert not ours(value=value[:, :, 1:]) and not ours(key=key.mT.contiguous().mT)
+    with torch.enable_grad():
+        assert not ours()
+    cpu.start(2, "avx512")
+    assert not ours()
 
 
 # ------------------------------------------------------------------ in models

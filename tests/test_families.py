@@ -258,7 +258,7 @@ def test_with_kernels_of_ours_logits_are_as_near_to_float32_as_eagers(specimen):
     assert family not in FAST or runtime.plan.kernels.startswith("fast ("), runtime.plan.kernels
     assert family not in GROUPED or model.config.get_text_config()._attn_implementation == IMPLEMENTATION
     assert family not in SPARSE or model.config.get_text_config()._attn_implementation == "sdpa"
-    inputs = specimen.prompt(torch.bfloat16, tokens=MANY)
+    inputs = specimen.prompt(torch.bfloat16, tokens=MANY, batch=2)  # in one, a few tokens near a tie of two experts decide
     eager = specimen.reference(torch.bfloat16)(**inputs).logits.float()
     exact_inputs = {name: as_type(value, torch.float32) for name, value in inputs.items()}
     exact = deepcopy(specimen.reference(torch.bfloat16)).float()(**exact_inputs).logits

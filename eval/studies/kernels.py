@@ -1,9 +1,10 @@
 """How close the CPU kernels come to memory speed: `python -m vismoe.eval.studies.kernels [--json]`.
 
 Measures whole experts of Qwen3-30B-A3B's geometry in every format and at several batch sizes, the two kinds of linear that a
-decoded token uses (the language model head, and attention projections, also for the 256 rows of a prompt), and its attention over
-some numbers of keys. They are compared with torch's own operators on weights of the same precision. Every working set is above
-1 GiB and is read in random order (that of attention in turn), so that no cache holds a weight.
+decoded token uses (the language model head, and attention projections, also for the 256 rows of a prompt), its attention over
+some numbers of keys, and that of prompts and pictures. They are compared with torch's own operators on weights of the same
+precision. Every working set but the last is above 1 GiB and is read in random order (that of attention in turn), so that no
+cache holds a weight.
 
 Summing the same bytes, in turn with both contestants, measures the memory's rate: on a shared machine it changes from one second
 to the next, and only rates measured together are comparable. Results are medians over rounds: GB/s of weights read (in their
@@ -37,7 +38,7 @@ from vismoe.errors import ConfigError
 from vismoe.flags import SuggestingParser
 from vismoe.formats.encodings import ENCODINGS
 from vismoe.kernels import cpu
-from vismoe.kernels.attention import attend
+from vismoe.kernels.attention import attend, attend_prompt, takes_prompt
 from vismoe.kernels.codecs import codec_of
 from vismoe.models.moe.compute import LONG_PROMPT
 from vismoe.pools.advice import in_huge_pages
@@ -58,10 +59,12 @@ WEIGHTS = {
     "attention": (Format.RAW, torch.bfloat16),
 }
 CONTEXTS = (256, 3_000, 16_000)
+PROMPT_TOKENS, PATCHES = (256, 512, 2_048, 4_096), (1_024, 4_096)
+VISION_HEADS = (16, 16, 72)  # of Qwen3-VL's tower
 
 ENCODED = ("fp8", "w8", "w4", "mxfp4", "nvfp4", "q8_0", "q4_k", "q5_k", "q6_k", "q2_k", "q3_k", "iq4_xs")
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class KernelContest:
     """Two ways to do the same work."""
 
     name: str
-    tokens: int  # per expert, of the linear, or queries that share keys
+    tokens: int  # per expert, of the linear, queries that share keys, or of the prompt
     flop: int  # of one call
     ours: Iterator[Call]
     our_bytes: int  # weights that one call of VisMoE's kernels reads
@@ -335,6 +338,21 @@ def attention_calls(function: Callable[[Tensor, Tensor], None], sets: Tensor) ->
     return (partial(function, keys, values) for keys, values in itertools.cycle(sets))
 
 
+def prompt_contests(geometry: KernelShape) -> Iterator[KernelContest]:
+    """Attention of a prompt, where each token sees those before it, and of a picture's patches, which see all."""
+    cases = [("prompt", geometry.heads, n) for n in PROMPT_TOKENS] + [("picture", VISION_HEADS, n) for n in PATCHES]
+    for name, (heads, groups, columns), tokens in cases:
+        query, keys, values = (torch.randn(1, tokens, n, columns).bfloat16().transpose(1, 2) for n in (heads, groups, groups))
+        if not takes_prompt(query, keys, values, None):
+            return
+        causal, scale = name == "prompt", columns**-0.5
+        ours: Call = partial(attend_prompt, query, keys, values, None, causal, scale)
+        of_torch = partial(functional.scaled_dot_product_attention, is_causal=causal, scale=scale, enable_gqa=heads != groups)
+        theirs: Call = partial(of_torch, query, keys, values)
+        flop, nbytes = (2 if causal else 4) * heads * tokens**2 * columns, 4 * groups * tokens * columns
+        yield KernelContest(name, tokens, flop, itertools.repeat(ours), nbytes, itertools.repeat(theirs), nbytes)
+
+
 # ------------------------------------------------------------------ printing
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -373,7 +391,7 @@ def main() -> None:
     contests = (
         linear_contests(geometry, working_set)
         if weights == "linear"
-        else attention_contests(geometry, working_set)
+        else itertools.chain(attention_contests(geometry, working_set), prompt_contests(geometry))
         if weights == "attention"
         else expert_contests(
             geometry, *WEIGHTS.get(weights, WEIGHTS["bfloat16"]), working_set, weights if weights in ENCODED else ""

@@ -17,7 +17,10 @@ from vismoe.kernels.rows import NUMBER_OF
 
 _SIZE, _PLACE, _NUMBER, _FLOAT = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 _attend = function("vismoe_attend", [_PLACE, *[_SIZE] * 5, _FLOAT, _NUMBER, _NUMBER], _NUMBER)
+_attend_prompt = function("vismoe_attend_prompt", [_PLACE], _NUMBER)
+_STEPS = tuple((name, step) for name in ("query", "key", "value", "mask") for step in ("head", "token"))
 MASKS = {**NUMBER_OF, torch.bool: 3}
+PROMPTS = ("avx512bf16", "amx")  # the instruction sets that have attention of prompts
 COLUMNS = 16  # of which the size of a head is a multiple
 Sequenced = tuple[Tensor, Tensor, Tensor | None]  # keys [1, groups, S, D], values [1, groups, S, E], mask [1, 1 or heads, 1, S]
 
@@ -47,13 +50,28 @@ def takes(query: Tensor, sequences: Sequence[Sequenced]) -> bool:
 
 
 def _reads(x: Tensor) -> bool:
-    return x.ndim == 4 and x.is_cpu and x.stride(3) == 1 and x.shape[3] % COLUMNS == 0
+    return _places(x) and x.shape[3] % COLUMNS == 0
+
+
+def _places(x: Tensor) -> bool:
+    return x.ndim == 4 and x.is_cpu and x.stride(3) == 1
 
 
 def _masks(mask: Tensor, heads: int, tokens: int) -> bool:
     shape = mask.shape
     fits = len(shape) == 4 and shape[0] == shape[2] == 1 and shape[1] in (1, heads) and shape[3] == tokens
     return fits and mask.dtype in MASKS and mask.is_cpu and (mask.stride(3) == 1 or tokens == 1)
+
+
+class _Prompt(ctypes.Structure):
+    """csrc/kernels.h: PromptAttention."""
+
+    _fields_ = (
+        *((name, _PLACE) for name in ("query", "keys", "values", "mask", "out")),
+        *((name, _SIZE) for name in ("groups", "heads", "tokens", "all", "columns", "value_columns", "visible")),
+        *((f"{name}_{step}", _SIZE) for name, step in _STEPS),
+        ("scale", _FLOAT),
+    )
 
 
 def attend(query: Tensor, sequences: Sequence[Sequenced], scale: float) -> Tensor:
@@ -84,4 +102,47 @@ def attend(query: Tensor, sequences: Sequence[Sequenced], scale: float) -> Tenso
         )
     sizes = batch, groups, heads // groups, columns, wide
     cpu.refuse(_attend()(rows.buffer_info()[0], *sizes, scale, NUMBER_OF[query.dtype], masked))
+    return out
+
+
+def takes_prompt(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attend_prompt` computes this."""
+    if cpu.setup().isa not in PROMPTS or query.ndim != 4 or not 0 < len(query) == len(keys) == len(values):
+        return False
+    batch, heads, tokens, columns = query.shape
+    groups, count = keys.shape[1:3]
+    return (
+        all(x.dtype is torch.bfloat16 and _places(x) for x in (query, keys, values))
+        and keys.shape[3] == columns
+        and values.shape[:3] == keys.shape[:3]
+        and tokens > 0 < count
+        and heads % groups == 0
+        and (mask is None or _shows(mask, (batch, heads, tokens, count)))
+    )
+
+
+def _shows(mask: Tensor, shape: tuple[int, ...]) -> bool:
+    fits = mask.ndim == 4 and all(n in (1, wanted) for n, wanted in zip(mask.shape[:3], shape, strict=False))
+    return (
+        fits and mask.shape[3] == shape[3] and mask.dtype is torch.bool and mask.is_cpu and (mask.stride(3) == 1 or shape[3] == 1)
+    )
+
+
+def attend_prompt(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """`[B, T, heads, E]` of queries `[B, heads, T, D]`, keys `[B, groups, S, D]` and values `[B, groups, S, E]`, in bfloat16.
+
+    mask: bool `[1 or B, 1 or heads, 1 or T, S]`. causal: of the keys, the last T are those of the tokens, each of which sees none
+    behind its own. A token's result has the same bits however many tokens are computed at once, and whatever follows them.
+    """
+    batch, heads, tokens, columns = query.shape
+    groups, count, wide = keys.shape[1], keys.shape[2], values.shape[3]
+    out = query.new_empty(batch, tokens, heads, wide)
+    masks = None if mask is None else mask.expand(batch, heads, tokens, count)
+    visible = count - tokens + 1 if causal else count
+    for b in range(batch):
+        of_mask = (0, 0) if masks is None else masks[b].stride()[:2]
+        steps = *query[b].stride()[:2], *keys[b].stride()[:2], *values[b].stride()[:2], *of_mask
+        places = (None if x is None else x[b].data_ptr() for x in (query, keys, values, masks, out))
+        sizes = groups, heads // groups, tokens, count, columns, wide, visible
+        cpu.refuse(_attend_prompt()(ctypes.byref(_Prompt(*places, *sizes, *steps, scale))))
     return out

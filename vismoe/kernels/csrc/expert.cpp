@@ -638,6 +638,33 @@ class AttentionJob : public Job {
   float *parts_, *scratch_;
 };
 
+// Attention of consecutive tokens of one sequence. A task is some of the rows of a key head; later rows see more keys, and come
+// first, so that threads finish together.
+class PromptAttentionJob : public Job {
+ public:
+  PromptAttentionJob(State& s, const Kernels& kernels, const PromptAttention& a)
+      : Job(s, a.tokens * a.groups * a.heads * a.all * 2), kernels_(kernels), a_(a), scratch_bytes_(round_up(kernels.attend_rows_bytes(a), 4096)) {
+    const std::size_t rows = a.tokens * a.heads, share = rows * a.groups / (kTasksOfThread * s.threads);
+    const std::size_t step = std::clamp(round_up(share, kChunkRows), kChunkRows, PromptAttention::kMostRows);
+    for (std::size_t end = rows; end > 0;) {
+      const std::size_t begin = (end - 1) / step * step;
+      for (std::size_t group = 0; group < a.groups; group++) add(kAttend, begin, end, group);
+      end = begin;
+    }
+    scratch_ = s.workspace_of(s.threads * scratch_bytes_);
+  }
+
+ private:
+  void run(const Task& task, const Task*, std::size_t thread) override {
+    kernels_.attend_rows(a_, task.expert, task.begin, task.end, scratch_ + thread * scratch_bytes_);
+  }
+
+  const Kernels& kernels_;
+  const PromptAttention& a_;
+  const std::size_t scratch_bytes_;
+  std::uint8_t* scratch_;
+};
+
 #if defined(VISMOE_AMX)
 // Whether the machine has AMX with BF16, and the kernel lets this process use it: tiles are state that a process asks for.
 bool may_use_amx() {
@@ -803,6 +830,19 @@ VISMOE_API std::int32_t vismoe_attend(const AttentionRow* rows, std::size_t coun
   std::lock_guard<std::mutex> lock(s.mutex);
   const Attention a{groups, heads, columns, value_columns, scale, static_cast<Dtype>(dtype), static_cast<Dtype>(mask_dtype)};
   AttentionJob(s, kernels_for(s.isa, kFp32), a, rows, count).run_all(s);
+  return 0;
+} catch (const std::exception&) {
+  return 1;
+}
+
+// Attention of consecutive tokens of a sequence (kernels.h: PromptAttention), in bfloat16; there are tokens and keys, and columns are
+// multiples of 16. Returns 0 or 1, as above, or -1 where the instruction set has no such function.
+VISMOE_API std::int32_t vismoe_attend_prompt(const PromptAttention* attention) try {
+  State& s = the_state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  const Kernels& kernels = kernels_for(s.isa, kBf16);
+  if (kernels.attend_rows == nullptr) return -1;
+  PromptAttentionJob(s, kernels, *attention).run_all(s);
   return 0;
 } catch (const std::exception&) {
   return 1;

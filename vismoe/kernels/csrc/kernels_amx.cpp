@@ -1,7 +1,7 @@
 // AMX with BF16, for prompts: sixteen rows of weights meet sixteen tokens, 32 inputs at a time. Everything else is that of AVX-512
 // with BF16.
 
-#include "prompts.h"
+#include "prompt_attention.h"
 
 namespace vismoe {
 namespace {
@@ -103,6 +103,7 @@ const Kernels& kernels_amx() {
     Kernels made = kernels_avx512bf16();
     made.prompts = &wide_prompts<Tiled>();
     made.long_prompts = nullptr;
+    made.attend_rows = attend_rows<Tiled>;
     return made;
   }();
   return kernels;

@@ -1,7 +1,7 @@
 // AVX-512 with BF16. For long prompts without AMX, the next two inputs of eight rows of weights meet those of up to 48 tokens,
 // sixteen in a vector: no sum lies across the lanes of one.
 
-#include "prompts.h"
+#include "prompt_attention.h"
 #include "table.h"
 
 namespace vismoe {
@@ -130,6 +130,8 @@ const Kernels& kernels_avx512bf16() {
     Kernels made = kernels_of<S>();
     made.prompts = &prompts;
     made.long_prompts = &wide_prompts<InVectors>();
+    made.attend_rows = attend_rows<InVectors>;
+    made.attend_rows_bytes = AttendedScratch::bytes;
     return made;
   }();
   return kernels;

@@ -63,9 +63,10 @@ struct Later {
 
 inline __mmask16 first16(std::size_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
-void pack_group(const void* const* rows, std::size_t count, std::size_t inputs, void* packed) {
+// Packs `count` rows as a group of `size` tokens, with zeros for those and for the inputs that are not there.
+inline void pack_tokens(const void* const* rows, std::size_t count, std::size_t size, std::size_t inputs, std::size_t width, void* packed) {
   std::uint32_t* to = static_cast<std::uint32_t*>(packed);
-  for (std::size_t k = 0; k < padded(inputs); k += kSpan) {
+  for (std::size_t k = 0; k < width; k += kSpan) {
     const std::size_t there = k < inputs ? least(kSpan, inputs - k) : 0;
     const __mmask32 mask = there == kSpan ? 0xffffffffu : (1u << there) - 1;
     __m512i v[16];
@@ -73,8 +74,12 @@ void pack_group(const void* const* rows, std::size_t count, std::size_t inputs, 
       v[t] = t < count ? _mm512_maskz_loadu_epi16(mask, static_cast<const X*>(rows[t]) + k) : _mm512_setzero_si512();
     }
     transpose(v);
-    for (std::size_t p = 0; p < kTile; p++, to += count) _mm512_mask_storeu_epi32(to, first16(count), v[p]);
+    for (std::size_t p = 0; p < kTile; p++, to += size) _mm512_mask_storeu_epi32(to, first16(size), v[p]);
   }
+}
+
+inline void pack_group(const void* const* rows, std::size_t count, std::size_t inputs, void* packed) {
+  pack_tokens(rows, count, count, inputs, padded(inputs), packed);
 }
 
 // ------------------------------------------------------------------ products

@@ -18,7 +18,7 @@ const Kernels& kernels_of() {
   }
   const auto settled = offers_words<S> ? settle<S> : nullptr;
   static const Kernels kernels = {row_bytes<S>, pack<S>, up<S>, settled, down<S>, linear<S>, restored,
-                                  combine, norm, rotate, choose, attended, merge, nullptr, nullptr};
+                                  combine, norm, rotate, choose, attended, merge, nullptr, nullptr, nullptr, nullptr};
   return kernels;
 }
 

@@ -26,7 +26,7 @@ from vismoe.models.family.mtp import decoder_layers
 from vismoe.models.load.draft_pool import filled_pools
 from vismoe.models.load.host_rates import upgrade_rates, ways_here
 from vismoe.models.load.opening import Configuration, Experts
-from vismoe.models.moe.attention import group_queries
+from vismoe.models.moe.attention import attends_prompts, group_queries
 from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.decode_graph import WARM_PASSES, serve_decode_graphs
 from vismoe.models.moe.decoder_layers import serve_decoder_layers
@@ -232,7 +232,9 @@ def _serve_rows(model: Any) -> str:
 
 def _serve_attention(model: Any) -> str:
     why_not = group_queries(model)
-    return f"transformers' own ({why_not})" if why_not else "fast for single tokens, else torch"
+    if why_not:
+        return f"transformers' own ({why_not})"
+    return "fast" if attends_prompts(model.device, model.dtype) else "fast for single tokens, else torch"
 
 
 def runtime_of(model: Any) -> Runtime:

@@ -1,8 +1,8 @@
-"""Attention of one new token, through transformers' attention interface: by the kernels where they can.
+"""Attention through transformers' attention interface: by the kernels where they can.
 
-Where they cannot on the CPU, grouped queries become rows of one head. transformers passes every query head with a single row to
-torch and lets torch repeat the keys' heads, with which its bfloat16 attention takes nine times as long (1,880 against 210 us for
-32 query heads, 4 key heads of 128 and 300 tokens, on two cores). The arithmetic is the same.
+Where they cannot for one token on the CPU, grouped queries become rows of one head. transformers passes every query head with a
+single row to torch and lets torch repeat the keys' heads, with which its bfloat16 attention takes nine times as long (1,880
+against 210 us for 32 query heads, 4 key heads of 128 and 300 tokens, on two cores). The arithmetic is the same.
 """
 
 import inspect
@@ -17,8 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from vismoe.kernels import cpu
-from vismoe.kernels.attention import Sequenced, attend, takes
+from vismoe.kernels.attention import PROMPTS, Sequenced, attend, attend_prompt, takes, takes_prompt
 from vismoe.kernels.gpu import attention as gpu_attention
+from vismoe.models.family.components import is_vision
 from vismoe.models.moe.captured_pass import captured_pass
 from vismoe.models.moe.rows import by_row, rows_mask
 
@@ -31,7 +32,10 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """query `[B, heads, T, D]`, key and value `[B, key heads, S, D]` -> `[B, T, heads, D]`, as transformers' own function."""
     if query.shape[2] != 1 or not _plain(options):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        prompt = _of_prompt(module, query, key, value, attention_mask, options)
+        if prompt is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return prompt, None
     captured = captured_pass()
     if captured is not None and (attended := captured.attend(module, query, key, value, options)) is not None:
         return attended, None
@@ -60,6 +64,24 @@ def of_sequences(query: torch.Tensor, sequences: Sequence[Sequenced], options: M
     return attend(query, sequences, _scale(query, options))
 
 
+def _of_prompt(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: Mapping[str, Any],
+) -> torch.Tensor | None:
+    """Attention of several tokens by the kernels; None: they do not compute it."""
+    if torch.is_grad_enabled() or not _plain(options) or not takes_prompt(query, key, value, mask):
+        return None
+    given = options.get("is_causal")
+    causal: bool = mask is None and (getattr(module, "is_causal", True) if given is None else given)
+    if causal and query.shape[2] != key.shape[2]:
+        return None  # torch's and ours differ in which tokens the keys belong to
+    return attend_prompt(query, key, value, mask, causal, _scale(query, options))
+
+
 def _scale(query: torch.Tensor, options: Mapping[str, Any]) -> float:
     scale: float | None = options.get("scaling")
     return query.shape[3] ** -0.5 if scale is None else scale
@@ -80,7 +102,8 @@ def _sequences(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 
 
 def group_queries(model: Any) -> str | None:
-    """Make the decoder attend by `grouped_attention`; returns None, or the reason if it keeps transformers' own function.
+    """Make the decoder and a vision tower attend by `grouped_attention`; returns None, or the reason if they keep transformers'
+    own function.
 
     Families whose code checks the implementation's name (for a sparse mask, for example) would behave differently under another
     name.
@@ -93,7 +116,15 @@ def group_queries(model: Any) -> str | None:
         if name.startswith("transformers.models.") and ASKS_FOR_NAME.search(inspect.getsource(sys.modules[name])):
             return f"{name.rpartition('.')[2]} asks which attention is used"
     config._attn_implementation = IMPLEMENTATION
+    for path, module in model.named_modules():
+        if is_vision(path) and getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa":
+            module.config._attn_implementation = IMPLEMENTATION
     return None
+
+
+def attends_prompts(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels compute attention of several tokens here."""
+    return device.type == "cpu" and dtype is torch.bfloat16 and cpu.setup().isa in PROMPTS
 
 
 AttentionInterface.register(IMPLEMENTATION, by_row(grouped_attention, of_sequences))

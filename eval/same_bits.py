@@ -25,6 +25,7 @@ from vismoe.errors import ConfigError
 from vismoe.flags import SuggestingParser
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.load.preview import model_class, read_config
+from vismoe.models.moe.linears import MOST_ROWS
 
 PROMISED = ("less memory", "after others")  # for both kernels, in every type
 LENGTHS = ((40, 64), (64, 400), (400, 900))  # tokens of prompts
@@ -60,6 +61,8 @@ def otherwise(
     mask[0, : padding.shape[1]] = 0
     yield "in a padded batch", last(model(longer, attention_mask=mask))
     yield "with its beginning known", last(in_parts(model, ids, draw.randint(1, length - 1), length))
+    begins = draw.randint(MOST_ROWS + 1, length - MOST_ROWS - 1)
+    yield f"the same, both parts longer than {MOST_ROWS}", last(in_parts(model, ids, begins, length))
     yield f"in chunks of {CHUNK_TOKENS}", last(in_parts(model, ids, CHUNK_TOKENS, CHUNK_TOKENS))
     yield "last token by itself", last(in_parts(model, ids, length - 1, 1))
 

@@ -1,7 +1,8 @@
-"""Attention of the latest token of each sequence, over keys and values where they lie.
+"""Attention of the latest token of each sequence, and of prompts, over keys and values where they lie.
 
-One call for any number of sequences, each with as many keys as it has; a sequence's result depends on that sequence only, not on
-the number of threads. Sums are float32 and the result is rounded once.
+`attend` is one call for any number of sequences, each with as many keys as it has; a sequence's result depends on that sequence
+only, not on the number of threads. Sums are float32 and the result is rounded once. `attend_prompt` computes consecutive tokens
+of a sequence in bfloat16, as torch does but for blocks of keys at fixed places; not every instruction set has it.
 """
 
 import ctypes

@@ -4,7 +4,7 @@
 // taken in blocks of kBlock at fixed places; the largest score so far, the sum of the exponentials and the weighted values move on
 // from block to block (Milakov and Gimelshein 2018, algorithm 3; Dao 2023, algorithm 1). Scores and sums are float32, weights are
 // rounded to bfloat16 before they meet the values. Keys behind the last visible one add nothing to any sum, so a token's result
-// depends on its query and the keys and values that it sees, not on the tokens beside it or behind it.
+// depends on its query and the keys and values that it sees, not on the tokens beside it or behind it, as long as those are finite.
 
 #pragma once
 
@@ -148,7 +148,7 @@ void attend_rows(const PromptAttention& a, std::size_t group, std::size_t begin,
 
   const X* keys = static_cast<const X*>(a.keys) + group * a.key_head;
   const X* values = static_cast<const X*>(a.values) + group * a.value_head;
-  // torch's error where a value is as long as a key: weights are rounded. Elsewhere it computes in float32.
+  // torch rounds weights, too, where values are as long as keys, and computes in float32 elsewhere: there, what rounding took is added.
   const bool precise = a.value_columns != a.columns;
   const float scale = a.scale * 1.44269504f;  // scores are powers of two
   const std::size_t all = limit_of(rows - 1);

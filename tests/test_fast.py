@@ -20,6 +20,7 @@ from vismoe.kernels import cpu
 from vismoe.models.family.caches import cache_in
 from vismoe.models.load import quantizer
 from vismoe.models.moe import step_context
+from vismoe.models.moe.attention import IMPLEMENTATION
 from vismoe.models.moe.linears import PIECE_ROWS, serve_linears
 from vismoe.models.visual.growing_cache import GrowingLayer
 
@@ -60,6 +61,13 @@ def test_logits_are_as_near_to_float64_as_torchs(checkpoint):
     ours = load(checkpoint, memory="100%")(**inputs).logits
     # The median, over many prompts: a token near a tie of two experts may take the other one, and weighs as much as all others.
     assert 0 < (ours - exact).abs().median() <= 1.05 * (eager - exact).abs().median()
+
+
+def test_a_vision_tower_attends_by_the_kernels_and_still_shows_what_it_attends_to(checkpoint):
+    model = load(checkpoint, memory="100%", keep=0.5)
+    assert model.config.vision_config._attn_implementation == IMPLEMENTATION == model.config.text_config._attn_implementation
+    assert "attention received in the vision tower" in vismoe.runtime_of(model).backends["visual tokens"]
+    assert logits(model).isfinite().all()
 
 
 def test_a_cache_of_generate_grows_in_place_with_the_same_bits(tmp_path, monkeypatch):

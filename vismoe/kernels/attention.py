@@ -108,12 +108,12 @@ def attend(query: Tensor, sequences: Sequence[Sequenced], scale: float) -> Tenso
 
 def takes_prompt(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
     """Whether `attend_prompt` computes this."""
-    if cpu.setup().isa not in PROMPTS or query.ndim != 4 or not 0 < len(query) == len(keys) == len(values):
+    if any(x.dtype is not torch.bfloat16 or not _places(x) for x in (query, keys, values)) or cpu.setup().isa not in PROMPTS:
         return False
     batch, heads, tokens, columns = query.shape
     groups, count = keys.shape[1:3]
     return (
-        all(x.dtype is torch.bfloat16 and _places(x) for x in (query, keys, values))
+        0 < batch == len(keys)
         and keys.shape[3] == columns
         and values.shape[:3] == keys.shape[:3]
         and tokens > 0 < count
@@ -133,13 +133,15 @@ def attend_prompt(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | No
     """`[B, T, heads, E]` of queries `[B, heads, T, D]`, keys `[B, groups, S, D]` and values `[B, groups, S, E]`, in bfloat16.
 
     mask: bool `[1 or B, 1 or heads, 1 or T, S]`. causal: of the keys, the last T are those of the tokens, each of which sees none
-    behind its own. A token's result has the same bits however many tokens are computed at once, and whatever follows them.
+    behind its own; no more tokens than keys. A token's result has the same bits however many tokens are computed at once, and
+    whatever follows them, as long as the first key is the same. `takes_prompt` says what is possible.
     """
     batch, heads, tokens, columns = query.shape
     groups, count, wide = keys.shape[1], keys.shape[2], values.shape[3]
     out = query.new_empty(batch, tokens, heads, wide)
     masks = None if mask is None else mask.expand(batch, heads, tokens, count)
     visible = count - tokens + 1 if causal else count
+    assert visible > 0, "more tokens than keys"
     for b in range(batch):
         of_mask = (0, 0) if masks is None else masks[b].stride()[:2]
         steps = *query[b].stride()[:2], *keys[b].stride()[:2], *values[b].stride()[:2], *of_mask

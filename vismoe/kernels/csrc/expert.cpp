@@ -644,8 +644,8 @@ class PromptAttentionJob : public Job {
  public:
   PromptAttentionJob(State& s, const Kernels& kernels, const PromptAttention& a)
       : Job(s, a.tokens * a.groups * a.heads * a.all * 2), kernels_(kernels), a_(a), scratch_bytes_(round_up(kernels.attend_rows_bytes(a), 4096)) {
-    const std::size_t rows = a.tokens * a.heads, share = rows * a.groups / (kTasksOfThread * s.threads);
-    const std::size_t step = std::clamp(round_up(share, kChunkRows), kChunkRows, PromptAttention::kMostRows);
+    const std::size_t rows = a.tokens * a.heads, share = rows * a.groups / (8 * s.threads);  // each task packs the keys
+    const std::size_t step = std::clamp<std::size_t>(round_up(share, 16), 16, PromptAttention::kMostRows);
     for (std::size_t end = rows; end > 0;) {
       const std::size_t begin = (end - 1) / step * step;
       for (std::size_t group = 0; group < a.groups; group++) add(kAttend, begin, end, group);
@@ -835,8 +835,8 @@ VISMOE_API std::int32_t vismoe_attend(const AttentionRow* rows, std::size_t coun
   return 1;
 }
 
-// Attention of consecutive tokens of a sequence (kernels.h: PromptAttention), in bfloat16; there are tokens and keys, and columns are
-// multiples of 16. Returns 0 or 1, as above, or -1 where the instruction set has no such function.
+// Attention of consecutive tokens of a sequence (kernels.h: PromptAttention), in bfloat16; there are tokens and keys, and every
+// token sees one or more. Returns 0 or 1, as above, or -1 where the instruction set has no such function.
 VISMOE_API std::int32_t vismoe_attend_prompt(const PromptAttention* attention) try {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);

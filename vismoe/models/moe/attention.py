@@ -117,8 +117,9 @@ def group_queries(model: Any) -> str | None:
             return f"{name.rpartition('.')[2]} asks which attention is used"
     config._attn_implementation = IMPLEMENTATION
     for path, module in model.named_modules():
-        if is_vision(path) and getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa":
-            module.config._attn_implementation = IMPLEMENTATION
+        own = module.__dict__.get("config")  # a projector's may be the whole model's
+        if is_vision(path) and own is not None and own._attn_implementation == "sdpa" and not own.sub_configs:
+            own._attn_implementation = IMPLEMENTATION
     return None
 
 

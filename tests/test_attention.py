@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vismoe.kernels import attention, cpu
 from vismoe.models.family.caches import CACHE
-from vismoe.models.moe.attention import IMPLEMENTATION, _of_prompt, group_queries, grouped_attention, of_sequences
+from vismoe.models.moe.attention import IMPLEMENTATION, group_queries, grouped_attention, of_prompt, of_sequences
 from vismoe.models.moe.linears import serve_linears
 from vismoe.models.moe.norms import serve_norms
 from vismoe.models.moe.rows import RowsCache, shared_pass
@@ -130,7 +130,7 @@ def until(tokens: int, keys: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seen", ["causal", "all", "some"])
-def test_attention_of_prompts_is_as_near_to_float64_as_torchs(prompt_isa, seen):
+def test_attentionof_prompts_is_as_near_to_float64_as_torchs(prompt_isa, seen):
     torch.manual_seed(2)
     for shape in PROMPTS:
         query, key, value = prompt(*shape, batch=2)
@@ -181,11 +181,11 @@ def test_what_is_hidden_from_a_prompt_counts_for_nothing(prompt_isa):
 
 
 @torch.no_grad()
-def test_which_attention_of_prompts_is_ours(prompt_isa):
+def test_which_attentionof_prompts_is_ours(prompt_isa):
     query, key, value = prompt(8, 2, 64, 64, 20, 20)
 
     def ours(query=query, key=key, value=value, mask=None, module=Module, **options):
-        return _of_prompt(module, query, key, value, mask, options) is not None
+        return of_prompt(module, query, key, value, mask, options) is not None
 
     assert ours() and ours(is_causal=False) and ours(mask=until(20, 20))
     assert ours(query[:, :, 3:], is_causal=False) and not ours(query[:, :, 3:]), "whose are the keys?"

@@ -7,7 +7,7 @@ of a sequence in bfloat16, as torch does but for blocks of keys at fixed places;
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def takes(query: Tensor, sequences: Sequence[Sequenced]) -> bool:
             and keys.dtype is dtype is values.dtype
             and _reads(keys)
             and _reads(values)
-            and (mask is None or _masks(mask, heads, keys.shape[2]))
+            and (mask is None or _masks(mask, (1, heads, 1, keys.shape[2]), MASKS))
             for keys, values, mask in sequences
         )
     )
@@ -58,10 +58,9 @@ def _places(x: Tensor) -> bool:
     return x.ndim == 4 and x.is_cpu and x.stride(3) == 1
 
 
-def _masks(mask: Tensor, heads: int, tokens: int) -> bool:
-    shape = mask.shape
-    fits = len(shape) == 4 and shape[0] == shape[2] == 1 and shape[1] in (1, heads) and shape[3] == tokens
-    return fits and mask.dtype in MASKS and mask.is_cpu and (mask.stride(3) == 1 or tokens == 1)
+def _masks(mask: Tensor, shape: tuple[int, int, int, int], dtypes: Collection[torch.dtype]) -> bool:
+    fits = mask.ndim == 4 and mask.shape[3] == shape[3] and all(n in (1, wanted) for n, wanted in zip(mask.shape, shape))
+    return fits and mask.dtype in dtypes and mask.is_cpu and (mask.stride(3) == 1 or shape[3] == 1)
 
 
 class _Prompt(ctypes.Structure):
@@ -118,14 +117,7 @@ def takes_prompt(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Non
         and values.shape[:3] == keys.shape[:3]
         and tokens > 0 < count
         and heads % groups == 0
-        and (mask is None or _shows(mask, (batch, heads, tokens, count)))
-    )
-
-
-def _shows(mask: Tensor, shape: tuple[int, ...]) -> bool:
-    fits = mask.ndim == 4 and all(n in (1, wanted) for n, wanted in zip(mask.shape[:3], shape, strict=False))
-    return (
-        fits and mask.shape[3] == shape[3] and mask.dtype is torch.bool and mask.is_cpu and (mask.stride(3) == 1 or shape[3] == 1)
+        and (mask is None or _masks(mask, (batch, heads, tokens, count), {torch.bool}))
     )
 
 

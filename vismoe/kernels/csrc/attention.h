@@ -7,15 +7,12 @@
 
 #pragma once
 
-#include <limits>
-
 #include "kernel.h"
 
 namespace vismoe {
 namespace {
 
 constexpr std::size_t kBlockKeys = Attention::kBlockKeys;
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 template <class S, class N>
 inline typename S::Operand operand(const typename N::Stored* p) {

@@ -25,6 +25,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -34,6 +35,8 @@
 
 namespace vismoe {
 namespace {
+
+constexpr float kLowest = -std::numeric_limits<float>::infinity();  // the score of what is not visible
 
 // ------------------------------------------------------------------ activations
 // Free of branches and calls, so that compilers vectorise loops over them.

@@ -8,15 +8,12 @@
 
 #pragma once
 
-#include <limits>
-
 #include "prompts.h"
 
 namespace vismoe {
 namespace {
 
 constexpr std::size_t kBlock = kWideTokens;  // keys
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 // Memory of one thread.
 struct AttendedScratch {
@@ -78,11 +75,8 @@ inline void pack_keys(const X* keys, std::size_t stride, std::size_t count, std:
 inline void pack_values(const X* values, std::size_t stride, std::size_t count, std::size_t columns, X* packed) {
   for (std::size_t k = 0; k < round_up(count, kSpan); k += 2) {
     for (std::size_t c = 0; c < columns; c += kTile) {
-      const __mmask16 there = first16(least(kTile, columns - c));
-      const auto words = [&](std::size_t key) { return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, values + key * stride + c)); };
-      __m512i pair = k < count ? words(k) : _mm512_setzero_si512();
-      if (k + 1 < count) pair = _mm512_or_si512(pair, _mm512_slli_epi32(words(k + 1), 16));
-      _mm512_store_si512(packed + c * kBlock + k * kTile, pair);
+      const auto of = [&](std::size_t key) { return key < count ? values + key * stride + c : nullptr; };
+      _mm512_store_si512(packed + c * kBlock + k * kTile, pair_rows(of(k), of(k + 1), first16(least(kTile, columns - c))));
     }
   }
 }
@@ -92,20 +86,20 @@ inline void pack_values(const X* values, std::size_t stride, std::size_t count, 
 inline float weigh(float* scores, std::size_t seen, std::size_t limit, const std::uint8_t* mask, float scale, float& peak,
                    float& total, X* weights, X* rest) {
   const std::size_t padded_seen = round_up(seen, kSpan);
-  __m512 most = _mm512_set1_ps(kNothing);
+  __m512 most = _mm512_set1_ps(kLowest);
   for (std::size_t k = 0; k < padded_seen; k += kTile) {
     __mmask16 sees = limit >= k + kTile ? static_cast<__mmask16>(-1) : limit > k ? first16(limit - k) : static_cast<__mmask16>(0);
     if (mask != nullptr) {
       const __m128i bytes = _mm_maskz_loadu_epi8(sees, mask + k);
       sees = _mm_test_epi8_mask(bytes, bytes);
     }
-    const __m512 scaled = _mm512_mask_mul_ps(_mm512_set1_ps(kNothing), sees, _mm512_load_ps(scores + k), _mm512_set1_ps(scale));
+    const __m512 scaled = _mm512_mask_mul_ps(_mm512_set1_ps(kLowest), sees, _mm512_load_ps(scores + k), _mm512_set1_ps(scale));
     _mm512_store_ps(scores + k, scaled);
     most = _mm512_max_ps(most, scaled);
   }
   const float largest = _mm512_reduce_max_ps(most), before = peak;
   peak = largest > before ? largest : before;
-  const __m512 base = _mm512_set1_ps(peak == kNothing ? 0.0f : peak);  // kNothing: nothing is visible so far
+  const __m512 base = _mm512_set1_ps(peak == kLowest ? 0.0f : peak);  // kLowest: nothing is visible so far
   __m512 sum = _mm512_setzero_ps();
   for (std::size_t k = 0; k < padded_seen; k += kSpan) {
     const __m512 low = power_of_two(_mm512_sub_ps(_mm512_load_ps(scores + k), base));
@@ -141,7 +135,7 @@ void attend_rows(const PromptAttention& a, std::size_t group, std::size_t begin,
   for (std::size_t r = 0; r < rows; r++) {
     std::memcpy(s.queries + r * stride, static_cast<const X*>(a.query) + head(r) * a.query_head + token(r) * a.query_token,
                 a.columns * sizeof(X));
-    s.peaks[r] = kNothing;
+    s.peaks[r] = kLowest;
     s.totals[r] = 0.0f;
   }
   std::memset(s.sums, 0, rows * wide * sizeof(float));

@@ -63,6 +63,14 @@ struct Later {
 
 inline __mmask16 first16(std::size_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
+// Up to sixteen numbers of two rows, as pairs; zeros for a row that is null.
+inline __m512i pair_rows(const X* first, const X* second, __mmask16 there) {
+  const auto words = [there](const X* p) {
+    return p == nullptr ? _mm512_setzero_si512() : _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, p));
+  };
+  return _mm512_or_si512(words(first), _mm512_slli_epi32(words(second), 16));
+}
+
 // Packs `count` rows as a group of `size` tokens, with zeros for those and for the inputs that are not there.
 inline void pack_tokens(const void* const* rows, std::size_t count, std::size_t size, std::size_t inputs, std::size_t width, void* packed) {
   std::uint32_t* to = static_cast<std::uint32_t*>(packed);
@@ -155,15 +163,13 @@ void activate_wide(const Expert& e, const float* sums, std::size_t count, std::s
 
 // Outputs begin .. end of the activation, rows of `from`, become pairs of inputs of the groups at `h`.
 void pack_outputs(const X* from, std::size_t begin, std::size_t end, std::size_t outputs, const Groups& in, std::uint8_t* h) {
-  const auto words = [](const X* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); };
   for (std::size_t g = 0; g < in.count(); g++) {
     const std::size_t c = in.size(g);
     std::uint32_t* to = reinterpret_cast<std::uint32_t*>(h + g * kTile * in.row_bytes) + begin / 2 * c;
     for (std::size_t i = begin; i < (end == outputs ? padded(outputs) : end); i += 2, to += c) {
       const X* row = from + (i - begin) * kWideTokens + g * kTile;
-      __m512i pair = i < end ? words(row) : _mm512_setzero_si512();
-      if (i + 1 < end) pair = _mm512_or_si512(pair, _mm512_slli_epi32(words(row + kWideTokens), 16));
-      _mm512_mask_storeu_epi32(to, first16(c), pair);
+      const __m512i pairs = pair_rows(i < end ? row : nullptr, i + 1 < end ? row + kWideTokens : nullptr, first16(kTile));
+      _mm512_mask_storeu_epi32(to, first16(c), pairs);
     }
   }
 }

@@ -32,7 +32,7 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """query `[B, heads, T, D]`, key and value `[B, key heads, S, D]` -> `[B, T, heads, D]`, as transformers' own function."""
     if query.shape[2] != 1 or not _plain(options):
-        prompt = _of_prompt(module, query, key, value, attention_mask, options)
+        prompt = of_prompt(module, query, key, value, attention_mask, options)
         if prompt is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return prompt, None
@@ -64,7 +64,7 @@ def of_sequences(query: torch.Tensor, sequences: Sequence[Sequenced], options: M
     return attend(query, sequences, _scale(query, options))
 
 
-def _of_prompt(
+def of_prompt(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -110,18 +110,16 @@ PROMPTS = (  # heads, key heads, numbers of a key and of a value, tokens, keys
 )
 
 
-@pytest.fixture(params=[isa for isa in cpu.available() if isa in attention.PROMPTS] or [None])
+@pytest.fixture(params=cpu.available())
 def prompt_isa(request):
-    if request.param is None:
-        pytest.skip("this processor has no products of bfloat16 that the kernels use for attention of prompts")
     yield cpu.start(2, request.param).isa
     cpu.start()
 
 
-def prompt(heads: int, key_heads: int, columns: int, wide: int, tokens: int, keys: int, batch: int = 1):
-    query = torch.randn(batch, tokens, heads, columns).bfloat16().transpose(1, 2)
-    key = torch.randn(batch, key_heads, keys + 50, columns).bfloat16()[:, :, :keys]
-    return query, key, torch.randn(batch, keys, key_heads, wide).bfloat16().transpose(1, 2)
+def prompt(heads: int, key_heads: int, columns: int, wide: int, tokens: int, keys: int, batch: int = 1, dtype=torch.bfloat16):
+    query = torch.randn(batch, tokens, heads, columns).to(dtype).transpose(1, 2)
+    key = torch.randn(batch, key_heads, keys + 50, columns).to(dtype)[:, :, :keys]
+    return query, key, torch.randn(batch, keys, key_heads, wide).to(dtype).transpose(1, 2)
 
 
 def until(tokens: int, keys: int) -> torch.Tensor:
@@ -129,11 +127,12 @@ def until(tokens: int, keys: int) -> torch.Tensor:
     return torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)[None, None]
 
 
+@pytest.mark.parametrize("dtype", attention.PROMPTS)
 @pytest.mark.parametrize("seen", ["causal", "all", "some"])
-def test_attentionof_prompts_is_as_near_to_float64_as_torchs(prompt_isa, seen):
+def test_attention_of_prompts_is_as_near_to_float64_as_torchs(prompt_isa, seen, dtype):
     torch.manual_seed(2)
     for shape in PROMPTS:
-        query, key, value = prompt(*shape, batch=2)
+        query, key, value = prompt(*shape, batch=2, dtype=dtype)
         heads, _, columns, wide, tokens, keys = shape
         causal, scale = seen == "causal", 1.5 * columns**-0.5
         mask = torch.rand(2, 1, tokens, keys) > 0.4 if seen == "some" else None
@@ -144,7 +143,7 @@ def test_attentionof_prompts_is_as_near_to_float64_as_torchs(prompt_isa, seen):
             query.contiguous(), key, value.contiguous(), shown.expand(2, 1, tokens, keys), scale=scale, enable_gqa=True
         )
         wanted = exact(query, (key, value, shown), scale)
-        assert made.shape == (2, tokens, heads, wide) and made.dtype is torch.bfloat16
+        assert made.shape == (2, tokens, heads, wide) and made.dtype is dtype
         assert 0 < rms(made - wanted) <= 1.05 * rms(their.transpose(1, 2) - wanted)
 
 
@@ -181,7 +180,7 @@ def test_what_is_hidden_from_a_prompt_counts_for_nothing(prompt_isa):
 
 
 @torch.no_grad()
-def test_which_attentionof_prompts_is_ours(prompt_isa):
+def test_which_attention_of_prompts_is_ours():
     query, key, value = prompt(8, 2, 64, 64, 20, 20)
 
     def ours(query=query, key=key, value=value, mask=None, module=Module, **options):
@@ -195,8 +194,10 @@ def test_which_attentionof_prompts_is_ours(prompt_isa):
     assert not ours(value=value[:, :, 1:]) and not ours(key=key.mT.contiguous().mT)
     with torch.enable_grad():
         assert not ours()
-    cpu.start(2, "avx512")
+    assert ours(query.half(), key.half(), value.half())
+    cpu.start(2, "portable")
     assert not ours()
+    cpu.start()
 
 
 # ------------------------------------------------------------------ in models

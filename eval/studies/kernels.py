@@ -38,7 +38,8 @@ from vismoe.errors import ConfigError
 from vismoe.flags import SuggestingParser
 from vismoe.formats.encodings import ENCODINGS
 from vismoe.kernels import cpu
-from vismoe.kernels.attention import attend, attend_prompt, takes_prompt
+from vismoe.kernels.attention import PROMPTS as ATTENDED
+from vismoe.kernels.attention import attend, attend_prompt
 from vismoe.kernels.codecs import codec_of
 from vismoe.models.moe.compute import LONG_PROMPT
 from vismoe.pools.advice import in_huge_pages
@@ -341,15 +342,14 @@ def attention_calls(function: Callable[[Tensor, Tensor], None], sets: Tensor) ->
 def prompt_contests(geometry: KernelShape) -> Iterator[KernelContest]:
     """Attention of a prompt, where each token sees those before it, and of a picture's patches, which see all."""
     cases = [("prompt", geometry.heads, n) for n in PROMPT_TOKENS] + [("picture", VISION_HEADS, n) for n in PATCHES]
-    for name, (heads, groups, columns), tokens in cases:
-        query, keys, values = (torch.randn(1, tokens, n, columns).bfloat16().transpose(1, 2) for n in (heads, groups, groups))
-        if not takes_prompt(query, keys, values, None):
-            return
+    for dtype, (name, (heads, groups, columns), tokens) in itertools.product(ATTENDED, cases):
+        query, keys, values = (torch.randn(1, tokens, n, columns).to(dtype).transpose(1, 2) for n in (heads, groups, groups))
         causal, scale = name == "prompt", columns**-0.5
         ours: Call = partial(attend_prompt, query, keys, values, None, causal, scale)
         of_torch = partial(functional.scaled_dot_product_attention, is_causal=causal, scale=scale, enable_gqa=heads != groups)
         theirs: Call = partial(of_torch, query, keys, values)
         flop, nbytes = (2 if causal else 4) * heads * tokens**2 * columns, 4 * groups * tokens * columns
+        name = f"{name} {dtype_name(dtype)}"
         yield KernelContest(name, tokens, flop, itertools.repeat(ours), nbytes, itertools.repeat(theirs), nbytes)
 
 

@@ -2,7 +2,8 @@
 
 `attend` is one call for any number of sequences, each with as many keys as it has; a sequence's result depends on that sequence
 only, not on the number of threads. Sums are float32 and the result is rounded once. `attend_prompt` computes consecutive tokens
-of a sequence in bfloat16, as torch does but for blocks of keys at fixed places; not every instruction set has it.
+of a sequence over blocks of keys at fixed places. Where the instruction set has products of bfloat16 it rounds weights to
+bfloat16, as torch does; otherwise all is float32, and the result is rounded once.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ _attend = function("vismoe_attend", [_PLACE, *[_SIZE] * 5, _FLOAT, _NUMBER, _NUM
 _attend_prompt = function("vismoe_attend_prompt", [_PLACE], _NUMBER)
 _STEPS = tuple((name, step) for name in ("query", "key", "value", "mask") for step in ("head", "token"))
 MASKS = {**NUMBER_OF, torch.bool: 3}
-PROMPTS = ("avx512bf16", "amx")  # the instruction sets that have attention of prompts
+PROMPTS = (torch.bfloat16, torch.float16)  # torch's sums of long heads in float32 are more precise than these
 COLUMNS = 16  # of which the size of a head is a multiple
 Sequenced = tuple[Tensor, Tensor, Tensor | None]  # keys [1, groups, S, D], values [1, groups, S, E], mask [1, 1 or heads, 1, S]
 
@@ -71,6 +72,7 @@ class _Prompt(ctypes.Structure):
         *((name, _SIZE) for name in ("groups", "heads", "tokens", "all", "columns", "value_columns", "visible")),
         *((f"{name}_{step}", _SIZE) for name, step in _STEPS),
         ("scale", _FLOAT),
+        ("dtype", _NUMBER),
     )
 
 
@@ -107,7 +109,8 @@ def attend(query: Tensor, sequences: Sequence[Sequenced], scale: float) -> Tenso
 
 def takes_prompt(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
     """Whether `attend_prompt` computes this."""
-    if any(x.dtype is not torch.bfloat16 or not _places(x) for x in (query, keys, values)) or cpu.setup().isa not in PROMPTS:
+    dtype = query.dtype
+    if dtype not in PROMPTS or any(x.dtype is not dtype or not _places(x) for x in (query, keys, values)):
         return False
     batch, heads, tokens, columns = query.shape
     groups, count = keys.shape[1:3]
@@ -122,7 +125,7 @@ def takes_prompt(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Non
 
 
 def attend_prompt(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """`[B, T, heads, E]` of queries `[B, heads, T, D]`, keys `[B, groups, S, D]` and values `[B, groups, S, E]`, in bfloat16.
+    """`[B, T, heads, E]` of queries `[B, heads, T, D]`, keys `[B, groups, S, D]` and values `[B, groups, S, E]`, in 16 bits.
 
     mask: bool `[1 or B, 1 or heads, 1 or T, S]`. causal: of the keys, the last T are those of the tokens, each of which sees none
     behind its own; no more tokens than keys. A token's result has the same bits however many tokens are computed at once, and
@@ -139,5 +142,5 @@ def attend_prompt(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | No
         steps = *query[b].stride()[:2], *keys[b].stride()[:2], *values[b].stride()[:2], *of_mask
         places = (None if x is None else x[b].data_ptr() for x in (query, keys, values, masks, out))
         sizes = groups, heads // groups, tokens, count, columns, wide, visible
-        cpu.refuse(_attend_prompt()(ctypes.byref(_Prompt(*places, *sizes, *steps, scale))))
+        cpu.refuse(_attend_prompt()(ctypes.byref(_Prompt(*places, *sizes, *steps, scale, NUMBER_OF[query.dtype]))))
     return out

@@ -15,7 +15,8 @@ struct Avx2 {
   using Sum = __m256;
   using Part = __m256;
   static constexpr int kLanes = 8;
-  static constexpr std::size_t kTokens = 3, kDecodingTokens = 1, kScaledTokens = 3, kScaledDecodingTokens = 1, kAttended = 4;
+  static constexpr std::size_t kTokens = 3, kDecodingTokens = 1, kScaledTokens = 3, kScaledDecodingTokens = 1;
+  static constexpr std::size_t kAttended = 4, kAttendedRows = 6;
   static constexpr std::size_t kRawTokens = 3;  // four decoded rows of 2,048 would fill the first cache
 
   static __m256 zero() { return _mm256_setzero_ps(); }

@@ -835,14 +835,12 @@ VISMOE_API std::int32_t vismoe_attend(const AttentionRow* rows, std::size_t coun
   return 1;
 }
 
-// Attention of consecutive tokens of a sequence (kernels.h: PromptAttention), in bfloat16; there are tokens and keys, and every
-// token sees one or more. Returns 0 or 1, as above, or -1 where the instruction set has no such function.
+// Attention of consecutive tokens of a sequence (kernels.h: PromptAttention); there are tokens and keys, and every token sees one
+// or more. Returns 0 or 1, as above.
 VISMOE_API std::int32_t vismoe_attend_prompt(const PromptAttention* attention) try {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  const Kernels& kernels = kernels_for(s.isa, kBf16);
-  if (kernels.attend_rows == nullptr) return -1;
-  PromptAttentionJob(s, kernels, *attention).run_all(s);
+  PromptAttentionJob(s, kernels_for(s.isa, attention->dtype), *attention).run_all(s);
   return 0;
 } catch (const std::exception&) {
   return 1;

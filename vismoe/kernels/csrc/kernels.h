@@ -189,7 +189,7 @@ struct AttentionTask {
   std::size_t head, begin, end;
 };
 
-// Attention of consecutive tokens of one sequence, all in bfloat16: as above, and strides as there. A mask of bytes
+// Attention of consecutive tokens of one sequence: as above, and strides as there. A mask of bytes
 // [1 or groups * heads, 1 or tokens, keys] shows keys or hides them. The first token sees `visible` keys, and each one more than
 // the one before it, up to all that there are.
 struct PromptAttention {
@@ -200,6 +200,7 @@ struct PromptAttention {
   std::size_t groups, heads, tokens, all, columns, value_columns, visible;
   std::size_t query_head, query_token, key_head, key_token, value_head, value_token, mask_head, mask_token;
   float scale;
+  Dtype dtype;
 };
 
 // Functions of a set for prompts with bfloat16 inputs, which may pack inputs in a layout of their own.
@@ -244,7 +245,7 @@ struct Kernels {
   // The part of a task; and the output of a key head from all parts, in order. `attend` only of sets for float32.
   void (*attend)(const Attention&, const AttentionTask&, const AttentionTask* next, float* part, float* scratch);
   void (*merge)(const Attention&, const AttentionTask&, const float* parts, std::size_t count, float* scratch);
-  // Rows begin .. end of a key head, of a thread with so many bytes of scratch; null: the set has none.
+  // Rows begin .. end of a key head, of a thread with so many bytes of scratch.
   void (*attend_rows)(const PromptAttention&, std::size_t group, std::size_t begin, std::size_t end, std::uint8_t* scratch);
   std::size_t (*attend_rows_bytes)(const PromptAttention&);
   const PromptKernels* prompts;       // null: those above

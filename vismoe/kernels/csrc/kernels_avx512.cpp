@@ -12,7 +12,8 @@ struct Avx512 {
   using Sum = __m512;
   using Part = __m512;
   static constexpr int kLanes = 16;
-  static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 4, kAttended = 8;
+  static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 4;
+  static constexpr std::size_t kAttended = 8, kAttendedRows = 12;
   static constexpr std::size_t kRawTokens = 6;
 
   static __m512 zero() { return _mm512_setzero_ps(); }

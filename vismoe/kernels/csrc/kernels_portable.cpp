@@ -8,7 +8,8 @@ namespace {
 struct Portable {
   using X = float;
   static constexpr int kLanes = 8;
-  static constexpr std::size_t kTokens = 1, kDecodingTokens = 1, kScaledTokens = 1, kScaledDecodingTokens = 1, kAttended = 2;
+  static constexpr std::size_t kTokens = 1, kDecodingTokens = 1, kScaledTokens = 1, kScaledDecodingTokens = 1;
+  static constexpr std::size_t kAttended = 2, kAttendedRows = 1;
   struct Operand {
     float lanes[kLanes];
   };

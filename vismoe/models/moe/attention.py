@@ -73,7 +73,9 @@ def of_prompt(
     options: Mapping[str, Any],
 ) -> torch.Tensor | None:
     """Attention of several tokens by the kernels; None: they do not compute it."""
-    if torch.is_grad_enabled() or not _plain(options) or not takes_prompt(query, key, value, mask):
+    if torch.is_grad_enabled() or not _plain(options):
+        return None
+    if not attends_prompts(query.device, query.dtype) or not takes_prompt(query, key, value, mask):
         return None
     given = options.get("is_causal")
     causal: bool = mask is None and (getattr(module, "is_causal", True) if given is None else given)
@@ -125,7 +127,7 @@ def group_queries(model: Any) -> str | None:
 
 def attends_prompts(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels compute attention of several tokens here."""
-    return device.type == "cpu" and dtype is torch.bfloat16 and cpu.setup().isa in PROMPTS
+    return device.type == "cpu" and dtype in PROMPTS and cpu.setup().isa != "portable"
 
 
 AttentionInterface.register(IMPLEMENTATION, by_row(grouped_attention, of_sequences))

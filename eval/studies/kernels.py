@@ -341,6 +341,8 @@ def attention_calls(function: Callable[[Tensor, Tensor], None], sets: Tensor) ->
 
 def prompt_contests(geometry: KernelShape) -> Iterator[KernelContest]:
     """Attention of a prompt, where each token sees those before it, and of a picture's patches, which see all."""
+    if cpu.setup().isa == "portable":
+        return  # torch serves there
     cases = [("prompt", geometry.heads, n) for n in PROMPT_TOKENS] + [("picture", VISION_HEADS, n) for n in PATCHES]
     for dtype, (name, (heads, groups, columns), tokens) in itertools.product(ATTENDED, cases):
         query, keys, values = (torch.randn(1, tokens, n, columns).to(dtype).transpose(1, 2) for n in (heads, groups, groups))

@@ -2,8 +2,8 @@
 
 `attend` is one call for any number of sequences, each with as many keys as it has; a sequence's result depends on that sequence
 only, not on the number of threads. Sums are float32 and the result is rounded once. `attend_prompt` computes consecutive tokens
-of a sequence over blocks of keys at fixed places. Where the instruction set has products of bfloat16 it rounds weights to
-bfloat16, as torch does; otherwise all is float32, and the result is rounded once.
+of a sequence over blocks of keys at fixed places. In bfloat16, where the instruction set has products of it, weights are rounded
+to bfloat16, as in torch; otherwise all is float32, and the result is rounded once.
 """
 
 import ctypes
@@ -131,6 +131,7 @@ def attend_prompt(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | No
     behind its own; no more tokens than keys. A token's result has the same bits however many tokens are computed at once, and
     whatever follows them, as long as the first key is the same. `takes_prompt` says what is possible.
     """
+    cpu.setup()
     batch, heads, tokens, columns = query.shape
     groups, count, wide = keys.shape[1], keys.shape[2], values.shape[3]
     out = query.new_empty(batch, tokens, heads, wide)

@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "prompt_rows.h"
 #include "prompts.h"
 
 namespace vismoe {
@@ -125,15 +126,10 @@ void attend_rows(const PromptAttention& a, std::size_t group, std::size_t begin,
   using At = AttendedScratch;
   const At s = At::at(memory, a);
   const std::size_t width = At::width_of(a), stride = At::query_stride(a), wide = At::wide_of(a), rows = end - begin;
-  const auto token = [&](std::size_t row) { return (begin + row) / a.heads; };
-  const auto head = [&](std::size_t row) { return group * a.heads + (begin + row) % a.heads; };
-  const auto limit_of = [&](std::size_t row) { return least(a.all, a.visible + token(row)); };  // the keys that a row may see
-  const auto mask_of = [&](std::size_t row) {
-    return a.mask == nullptr ? nullptr : a.mask + head(row) * a.mask_head + token(row) * a.mask_token;
-  };
+  const PromptRows of{a, group, begin};
   std::memset(s.queries, 0, round_up(rows, kChunkRows) * stride * sizeof(X));
   for (std::size_t r = 0; r < rows; r++) {
-    std::memcpy(s.queries + r * stride, static_cast<const X*>(a.query) + head(r) * a.query_head + token(r) * a.query_token,
+    std::memcpy(s.queries + r * stride, static_cast<const X*>(a.query) + of.head(r) * a.query_head + of.token(r) * a.query_token,
                 a.columns * sizeof(X));
     s.peaks[r] = kLowest;
     s.totals[r] = 0.0f;
@@ -145,24 +141,13 @@ void attend_rows(const PromptAttention& a, std::size_t group, std::size_t begin,
   // torch rounds weights, too, where values are as long as keys, and computes in float32 elsewhere: there, what rounding took is added.
   const bool precise = a.value_columns != a.columns;
   const float scale = a.scale * 1.44269504f;  // scores are powers of two
-  const std::size_t all = limit_of(rows - 1);
+  const std::size_t all = of.limit(rows - 1);
   for (std::size_t first = 0; first < all; first += kBlock) {
     const std::size_t count = least(kBlock, all - first);
     bool packed = false;
     for (std::size_t chunk = 0; chunk < rows; chunk += kChunkRows) {
-      const std::size_t here = least(kChunkRows, rows - chunk), limit = limit_of(chunk + here - 1);
-      if (limit <= first) continue;
-      std::size_t seen = least(kBlock, limit - first);
-      if (a.mask != nullptr) {
-        std::uint8_t any[kBlock] = {};
-        for (std::size_t r = chunk; r < chunk + here; r++) {
-          if (r > chunk && a.mask_head == 0 && token(r) == token(r - 1)) continue;
-          const std::uint8_t* mask = mask_of(r) + first;
-          for (std::size_t k = 0; k < seen; k++) any[k] |= mask[k];
-        }
-        while (seen > 0 && any[seen - 1] == 0) seen--;
-        if (seen == 0) continue;
-      }
+      const std::size_t here = least(kChunkRows, rows - chunk), seen = of.seen<kBlock>(first, chunk, here);
+      if (seen == 0) continue;
       if (!packed) {
         pack_keys(keys + first * a.key_token, a.key_token, count, a.columns, s.keys);
         pack_values(values + first * a.value_token, a.value_token, count, a.value_columns, s.values);
@@ -172,8 +157,8 @@ void attend_rows(const PromptAttention& a, std::size_t group, std::size_t begin,
       const Groups of_keys{reinterpret_cast<const std::uint8_t*>(s.keys), round_up(seen, kTile), width * sizeof(X)};
       P::multiply(s.queries + chunk * stride, stride, here, of_keys, width, s.products, nothing);
       for (std::size_t r = 0; r < here; r++) {
-        const std::size_t row = chunk + r, sees = limit_of(row);
-        const std::uint8_t* mask = mask_of(row);
+        const std::size_t row = chunk + r, sees = of.limit(row);
+        const std::uint8_t* mask = of.mask(row);
         X* weights = s.weights + r * At::kWeightStride;
         s.factors[r] = weigh(s.products + r * kWideTokens, seen, sees > first ? sees - first : 0, mask ? mask + first : nullptr, scale,
                              s.peaks[row], s.totals[row], weights, precise ? weights + kChunkRows * At::kWeightStride : nullptr);
@@ -198,7 +183,7 @@ void attend_rows(const PromptAttention& a, std::size_t group, std::size_t begin,
   }
 
   for (std::size_t r = 0; r < rows; r++) {
-    X* out = static_cast<X*>(a.out) + (token(r) * a.groups * a.heads + head(r)) * a.value_columns;
+    X* out = static_cast<X*>(a.out) + (of.token(r) * a.groups * a.heads + of.head(r)) * a.value_columns;
     const __m512 share = _mm512_set1_ps(s.totals[r] == 0.0f ? 0.0f : 1.0f / s.totals[r]);
     for (std::size_t i = 0; i < wide; i += kTile) {
       const __m512 made = _mm512_mul_ps(_mm512_load_ps(s.sums + r * wide + i), share);

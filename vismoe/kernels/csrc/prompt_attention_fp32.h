@@ -1,4 +1,4 @@
-// Attention of consecutive tokens of a sequence in float32, on sets without products of bfloat16 and for other inputs.
+// Attention of consecutive tokens of a sequence in float32, on sets without products of bfloat16 and for inputs in float16.
 //
 // Rows, blocks of keys at fixed places, and what a result depends on: as in prompt_attention.h. Here a vector holds as many rows:
 // scores are [key, row], so that no maximum and no sum lies across the lanes of a vector, and weights are not rounded.
@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention.h"
+#include "prompt_rows.h"
 
 namespace vismoe {
 namespace {
@@ -111,13 +112,11 @@ void attend_rows_as(const PromptAttention& a, std::size_t group, std::size_t beg
   constexpr std::size_t kPanel = At::kPanel, kKeys = At::kKeys;
   const At s = At::at(memory, a);
   const std::size_t wide = At::wide_of(a), columns = a.columns, rows = end - begin;
-  const auto token = [&](std::size_t row) { return (begin + row) / a.heads; };
-  const auto head = [&](std::size_t row) { return group * a.heads + (begin + row) % a.heads; };
-  const auto limit_of = [&](std::size_t row) { return least(a.all, a.visible + token(row)); };  // the keys that a row may see
+  const PromptRows of{a, group, begin};
   const float scale = a.scale * 1.44269504f;  // scores are powers of two
   for (std::size_t r = 0; r < round_up(rows, kPanel); r++) {
     float* to = s.queries + r / kPanel * kPanel * columns + r % kPanel;
-    const T* from = static_cast<const T*>(a.query) + (r < rows ? head(r) * a.query_head + token(r) * a.query_token : 0);
+    const T* from = static_cast<const T*>(a.query) + (r < rows ? of.head(r) * a.query_head + of.token(r) * a.query_token : 0);
     for (std::size_t c = 0; c < columns; c++) to[c * kPanel] = r < rows ? scale * N::load(from[c]) : 0.0f;
     s.peaks[r] = kLowest;
     s.totals[r] = 0.0f;
@@ -126,7 +125,7 @@ void attend_rows_as(const PromptAttention& a, std::size_t group, std::size_t beg
 
   const T* keys = static_cast<const T*>(a.keys) + group * a.key_head;
   const T* values = static_cast<const T*>(a.values) + group * a.value_head;
-  const std::size_t all = limit_of(rows - 1);
+  const std::size_t all = of.limit(rows - 1);
   for (std::size_t first = 0; first < all; first += kKeys) {
     const std::size_t count = least(kKeys, all - first);
     for (std::size_t k = 0; k < count; k++) {
@@ -134,16 +133,16 @@ void attend_rows_as(const PromptAttention& a, std::size_t group, std::size_t beg
       widen<S, N>(values + (first + k) * a.value_token, a.value_columns, kPanel, kKeys * kPanel, s.values + k * kPanel);
     }
     for (std::size_t panel = 0; panel < rows; panel += kPanel) {
-      const std::size_t here = least(kPanel, rows - panel), limit = limit_of(panel + here - 1);
-      if (limit <= first) continue;
-      const std::size_t seen = least(count, limit - first);
+      const std::size_t here = least(kPanel, rows - panel), seen = of.seen<kKeys>(first, panel, here);
+      if (seen == 0) continue;
       multiply_panels<S>(seen, s.keys, columns, 1, s.queries + panel * columns, columns, s.weights);
       for (std::size_t r = 0; r < kPanel; r++) {
-        const std::size_t row = panel + least(r, here - 1), sees = limit_of(row);
+        const std::size_t row = panel + least(r, here - 1), sees = of.limit(row);
         for (std::size_t k = sees > first ? sees - first : 0; k < seen; k++) s.weights[k * kPanel + r] = kLowest;
-        if (a.mask == nullptr) continue;
-        const std::uint8_t* mask = a.mask + head(row) * a.mask_head + token(row) * a.mask_token + first;
-        for (std::size_t k = 0; k < seen; k++) s.weights[k * kPanel + r] = mask[k] ? s.weights[k * kPanel + r] : kLowest;
+        const std::uint8_t* mask = of.mask(row);
+        for (std::size_t k = 0; k < seen && mask; k++) {
+          if (!mask[first + k]) s.weights[k * kPanel + r] = kLowest;
+        }
       }
       float *peaks = s.peaks + panel, *totals = s.totals + panel;
       float factors[kPanel], bases[kPanel], added[kPanel] = {};
@@ -180,7 +179,7 @@ void attend_rows_as(const PromptAttention& a, std::size_t group, std::size_t beg
     float* sums = s.sums + r * wide;
     const float share = s.totals[r] == 0.0f ? 0.0f : 1.0f / s.totals[r];
     for (std::size_t i = 0; i < a.value_columns; i++) sums[i] *= share;
-    write(a.out, a.dtype, (token(r) * a.groups * a.heads + head(r)) * a.value_columns, sums, a.value_columns);
+    write(a.out, a.dtype, (of.token(r) * a.groups * a.heads + of.head(r)) * a.value_columns, sums, a.value_columns);
   }
 }
 

@@ -1,4 +1,5 @@
-"""Inputs that AVX2 rounds to integers of 16 bits: outliers, sizes far apart, and numbers that fit in no scale; on every set."""
+"""Inputs that AVX2, and AVX-512 without BF16, round to integers of 16 bits: outliers, sizes far apart, and numbers that fit in no
+scale; on every set."""
 
 import pytest
 import reference

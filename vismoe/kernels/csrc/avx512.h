@@ -1,4 +1,4 @@
-// Helpers of both AVX-512 files; like kernel.h, in an anonymous namespace.
+// Helpers of the AVX-512 files; like kernel.h, in an anonymous namespace.
 
 #pragma once
 

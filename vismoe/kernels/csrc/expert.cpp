@@ -114,8 +114,9 @@ const Kernels& kernels_for(Isa isa, Dtype x, bool fp16 = false, bool codes = fal
 #endif
 #if defined(__x86_64__)
   if (isa >= kAvx512Bf16 && x == kBf16 && !fp16) return kernels_avx512bf16();
+  if (isa == kAvx512 && x == kBf16 && codes && !fp16) return kernels_avx512words();
   if (isa >= kAvx512) return kernels_avx512();
-  if (isa == kAvx2) return x == kBf16 && codes ? kernels_avx2words() : kernels_avx2();
+  if (isa == kAvx2) return x == kBf16 && codes && !fp16 ? kernels_avx2words() : kernels_avx2();
 #endif
   static_cast<void>(isa), static_cast<void>(x), static_cast<void>(fp16), static_cast<void>(codes);
   return kernels_portable();

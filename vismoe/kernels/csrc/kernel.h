@@ -13,8 +13,8 @@
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
 //   sums(const float*), scaled_sum(Sum, Part, Sum scale), ones(), an Operand
 //   scale<step>(const float*)      the scales of the sums of one Operand's products
-//   times(Sum, Sum)                if its inputs are words; also words<signed>(Codes, whether the odd ones), and for scales that are
-//                                  integers, of which a Sum holds the bits: add_times(Part, Part, scale), whole(Operand, scale),
+//   times(Sum, Sum)                if its inputs are words; also words<signed>(Codes, whether the odd ones; both if they fit), and for
+//                                  scales that are integers, of which a Sum holds the bits: add_times(Part, Part, scale), whole(Operand, scale),
 //                                  of_word(a float16), in every lane and times kOfWord
 //   restore<Encoding>(unit, scales, minima, to)   if it restores weights for prompts: to(j, Operand j of the weights of a unit)
 //
@@ -183,7 +183,8 @@ struct WordDecoder : Packed<E> {
   struct Scaling {};
   static Scaling scaling(const Unit&) { return {}; }
   static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling&) {
-    return S::template words<is_signed(E)>(codes_of<E>(unit, static_cast<std::size_t>(j / 2)), j % 2 == 1);
+    constexpr int kOperands = static_cast<int>(kWordSpan) / S::kLanes;
+    return S::template words<is_signed(E)>(codes_of<E>(unit, static_cast<std::size_t>(j / kOperands)), j % kOperands == 1);
   }
 };
 

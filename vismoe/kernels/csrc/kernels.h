@@ -245,7 +245,7 @@ struct Kernels {
   // The part of a task; and the output of a key head from all parts, in order. `attend` only of sets for float32.
   void (*attend)(const Attention&, const AttentionTask&, const AttentionTask* next, float* part, float* scratch);
   void (*merge)(const Attention&, const AttentionTask&, const float* parts, std::size_t count, float* scratch);
-  // Rows begin .. end of a key head, of a thread with so many bytes of scratch.
+  // Rows begin .. end of a key head, of a thread with so many bytes of scratch; not of sets with words.
   void (*attend_rows)(const PromptAttention&, std::size_t group, std::size_t begin, std::size_t end, std::uint8_t* scratch);
   std::size_t (*attend_rows_bytes)(const PromptAttention&);
   const PromptKernels* prompts;       // null: those above
@@ -256,6 +256,7 @@ const Kernels& kernels_portable();
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx2words();   // bfloat16 inputs; multiplies integers where weights are such
 const Kernels& kernels_avx512();
+const Kernels& kernels_avx512words();  // as kernels_avx2words
 const Kernels& kernels_avx512bf16();  // bfloat16 inputs; kernels_avx512 serves float32 inputs and fp16 weights
 const Kernels& kernels_amx();         // the same, with products of matrices
 

@@ -189,7 +189,7 @@ struct AttentionTask {
   std::size_t head, begin, end;
 };
 
-// Attention of consecutive tokens of one sequence: as above, and strides as there. A mask of bytes
+// Attention of consecutive tokens of one sequence, in 16 bits: as above, and strides as there. A mask of bytes
 // [1 or groups * heads, 1 or tokens, keys] shows keys or hides them. The first token sees `visible` keys, and each one more than
 // the one before it, up to all that there are.
 struct PromptAttention {

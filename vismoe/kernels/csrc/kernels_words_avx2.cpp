@@ -1,22 +1,18 @@
 // AVX2 for bfloat16 inputs: weights that are integers are multiplied as integers of 16 bits, others in float32.
 
 #include "avx2.h"
+#include "words.h"
 
 namespace vismoe {
 namespace {
 
 // Twice as many products at a time, and codes need no conversion to float32.
-struct Avx2Words {
-  using X = std::int16_t;
+struct Avx2Words : WordSums<Avx2> {
   using Operand = __m256i;
-  using Sum = __m256;
   using Part = __m256i;
   static constexpr int kLanes = 16;
   static constexpr std::size_t kTokens = 3;
 
-  static __m256 zero() { return _mm256_setzero_ps(); }
-  static __m256 every(const float* p) { return Avx2::every(p); }
-  static __m256 sums(const float* p) { return Avx2::sums(p); }
   static __m256i ones() { return _mm256_set1_epi16(1); }
   static const __m256i_u& load(const X* x) { return *reinterpret_cast<const __m256i_u*>(x); }
   // At most 128 products of an input, up to 32767, and a code or a code times a scale, up to 4096: 16 in each sum, below 2^31.
@@ -30,7 +26,7 @@ struct Avx2Words {
     return part;
   }
   static __m256 scaled_sum(__m256 sum, __m256i part, __m256 scale) { return Avx2::dot(sum, _mm256_cvtepi32_ps(part), scale); }
-  static __m256 scaled_sum(__m256 sum, __m256 part, __m256 scale) { return Avx2::dot(sum, part, scale); }
+  using WordSums::scaled_sum;
   static __m256i add_times(__m256i total, __m256i part, __m256 scale) {
     return _mm256_add_epi32(total, _mm256_mullo_epi32(part, _mm256_castps_si256(scale)));
   }
@@ -50,7 +46,6 @@ struct Avx2Words {
     if constexpr (kStep >= static_cast<int>(kWordSpan)) return every(p);
     return _mm256_insertf128_ps(every(p), _mm_broadcast_ss(p + 1), 1);
   }
-  static void sum4(const __m256 (&s)[4], float (&totals)[4]) { Avx2::sum4(s, totals); }
   template <bool kSigned>
   static __m256i words(Codes codes, bool odd) {
     if constexpr (kSigned) return _mm256_srai_epi16(odd ? codes : _mm256_slli_epi16(codes, 8), 8);
@@ -64,15 +59,8 @@ struct Avx2Words {
   using Decoder = WordDecoder<Avx2Words, E>;
 };
 
-struct Avx2WithWords : Avx2 {
-  using Words = Avx2Words;
-
-  template <Encoding E>
-  using Decoder = FloatDecoderOf<Avx2, E>;
-};
-
 }  // namespace
 
-const Kernels& kernels_avx2words() { return kernels_of<Avx2WithWords>(); }
+const Kernels& kernels_avx2words() { return kernels_of<WithWords<Avx2, Avx2Words>>(); }
 
 }  // namespace vismoe

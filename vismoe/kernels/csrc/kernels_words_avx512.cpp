@@ -1,28 +1,24 @@
 // AVX-512 for bfloat16 inputs without BF16, as kernels_words_avx2.cpp: an operand is a span of words, the even ones and the odd ones.
 
 #include "avx512fp32.h"
+#include "words.h"
 
 namespace vismoe {
 namespace {
 
-struct Avx512Words {
-  using X = std::int16_t;
+struct Avx512Words : WordSums<Avx512> {
   using Operand = __m512i;
-  using Sum = __m512;
   using Part = __m512i;
   static constexpr int kLanes = 32;
   static constexpr std::size_t kTokens = 4;
 
-  static __m512 zero() { return _mm512_setzero_ps(); }
-  static __m512 every(const float* p) { return Avx512::every(p); }
-  static __m512 sums(const float* p) { return Avx512::sums(p); }
   static __m512i ones() { return _mm512_set1_epi16(1); }
   static const __m512i_u& load(const X* x) { return *reinterpret_cast<const __m512i_u*>(x); }
   static __m512i dot(__m512i part, __m512i weights, const __m512i_u& inputs) {  // half as many products in a sum as with AVX2
     return _mm512_add_epi32(part, _mm512_madd_epi16(weights, inputs));
   }
   static __m512 scaled_sum(__m512 sum, __m512i part, __m512 scale) { return Avx512::dot(sum, _mm512_cvtepi32_ps(part), scale); }
-  static __m512 scaled_sum(__m512 sum, __m512 part, __m512 scale) { return Avx512::dot(sum, part, scale); }
+  using WordSums::scaled_sum;
   static __m512i add_times(__m512i total, __m512i part, __m512 scale) {
     return _mm512_add_epi32(total, _mm512_mullo_epi32(part, _mm512_castps_si512(scale)));
   }
@@ -42,7 +38,6 @@ struct Avx512Words {
     if constexpr (kStep >= static_cast<int>(kWordSpan)) return every(p);
     return _mm512_broadcast_f32x8(_mm256_insertf128_ps(_mm256_broadcast_ss(p), _mm_broadcast_ss(p + 1), 1));
   }
-  static void sum4(const __m512 (&s)[4], float (&totals)[4]) { sum4_avx512(s, totals); }
   template <bool kSigned>
   static __m512i words(Codes codes, bool) {
     const __m512i even_first = _mm512_inserti64x4(_mm512_set1_epi16(8), _mm256_setzero_si256(), 1);
@@ -57,15 +52,8 @@ struct Avx512Words {
   using Decoder = WordDecoder<Avx512Words, E>;
 };
 
-struct Avx512WithWords : Avx512 {
-  using Words = Avx512Words;
-
-  template <Encoding E>
-  using Decoder = FloatDecoderOf<Avx512, E>;
-};
-
 }  // namespace
 
-const Kernels& kernels_avx512words() { return kernels_of<Avx512WithWords>(); }
+const Kernels& kernels_avx512words() { return kernels_of<WithWords<Avx512, Avx512Words>>(); }
 
 }  // namespace vismoe

@@ -47,7 +47,7 @@ inline float fused(float a, float b, float c) {
 }
 
 // 2^x for x up to 0, to about 2 units in the last place; 0 below 2^-126. Taylor's polynomial on [-0.5, 0.5], free of branches.
-inline float power_of_2(float x) {
+inline float power_of_two(float x) {
   const float counts = x < -126.0f ? 0.0f : 1.0f, kept = x < -126.0f ? -126.0f : x;
   const float shifted = kept + 12582912.0f;  // 1.5 * 2^23: the integer nearest to x in the low bits
   const float rest = kept - (shifted - 12582912.0f);
@@ -152,14 +152,14 @@ void attend_rows_as(const PromptAttention& a, std::size_t group, std::size_t beg
         for (std::size_t r = 0; r < kPanel; r++) bases[r] = scores[r] > bases[r] ? scores[r] : bases[r];
       }
       for (std::size_t r = 0; r < kPanel; r++) {
-        factors[r] = bases[r] == peaks[r] ? 1.0f : power_of_2(peaks[r] - bases[r]);
+        factors[r] = bases[r] == peaks[r] ? 1.0f : power_of_two(peaks[r] - bases[r]);
         peaks[r] = bases[r];
         bases[r] = bases[r] == kLowest ? 0.0f : bases[r];  // kLowest: nothing is visible so far
       }
       for (std::size_t k = 0; k < seen; k++) {
         float* scores = s.weights + k * kPanel;
         for (std::size_t r = 0; r < kPanel; r++) {
-          scores[r] = power_of_2(scores[r] - bases[r]);
+          scores[r] = power_of_two(scores[r] - bases[r]);
           added[r] += scores[r];
         }
       }
@@ -185,7 +185,8 @@ void attend_rows_as(const PromptAttention& a, std::size_t group, std::size_t beg
 
 template <class S>
 void attend_rows_fp32(const PromptAttention& a, std::size_t group, std::size_t begin, std::size_t end, std::uint8_t* memory) {
-  with_numbers(a.dtype, [&](auto numbers) { attend_rows_as<S, decltype(numbers)>(a, group, begin, end, memory); });
+  if (a.dtype == kFp16) return attend_rows_as<S, OfFp16>(a, group, begin, end, memory);
+  attend_rows_as<S, OfBf16>(a, group, begin, end, memory);
 }
 
 }  // namespace

@@ -10,7 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vismoe.kernels import attention, cpu
 from vismoe.models.family.caches import CACHE
-from vismoe.models.moe.attention import IMPLEMENTATION, group_queries, grouped_attention, of_prompt, of_sequences
+from vismoe.models.family.components import OUR_ATTENTION
+from vismoe.models.moe.attention import group_queries, grouped_attention, of_prompt, of_sequences
 from vismoe.models.moe.linears import serve_linears
 from vismoe.models.moe.norms import serve_norms
 from vismoe.models.moe.rows import RowsCache, shared_pass
@@ -253,7 +254,7 @@ def test_rows_of_a_shared_pass_are_one_call(monkeypatch):
 def test_a_decoder_attends_by_groups_of_queries():
     model = tiny_models.build("qwen3_moe")
     model.set_attn_implementation("sdpa")
-    assert group_queries(model) is None and model.config._attn_implementation == IMPLEMENTATION
+    assert group_queries(model) is None and model.config._attn_implementation == OUR_ATTENTION
 
 
 def test_a_family_that_asks_for_the_name_is_left_alone():

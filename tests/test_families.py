@@ -32,10 +32,10 @@ from vismoe.config import Settings
 from vismoe.errors import UnsupportedModelError
 from vismoe.lookahead.gate import _predict
 from vismoe.models.family import families as tables
+from vismoe.models.family.components import OUR_ATTENTION
 from vismoe.models.load import opening
 from vismoe.models.load.locate import inventory_of
 from vismoe.models.moe.adapters import adapt
-from vismoe.models.moe.attention import IMPLEMENTATION
 from vismoe.models.moe.experts import PagedLayer
 from vismoe.models.moe.rows import why_not_given_up
 from vismoe.planning.plan import Footprint
@@ -256,7 +256,7 @@ def test_with_kernels_of_ours_logits_are_as_near_to_float32_as_eagers(specimen):
     model = specimen.load(torch.bfloat16, memory="50%", kernels="auto")
     runtime = vismoe.runtime_of(model)
     assert family not in FAST or runtime.plan.kernels.startswith("fast ("), runtime.plan.kernels
-    assert family not in GROUPED or model.config.get_text_config()._attn_implementation == IMPLEMENTATION
+    assert family not in GROUPED or model.config.get_text_config()._attn_implementation == OUR_ATTENTION
     assert family not in SPARSE or model.config.get_text_config()._attn_implementation == "sdpa"
     inputs = specimen.prompt(torch.bfloat16, tokens=MANY, batch=2)  # in one, a few tokens near a tie of two experts decide
     eager = specimen.reference(torch.bfloat16)(**inputs).logits.float()

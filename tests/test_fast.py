@@ -18,9 +18,9 @@ from vismoe.cli.main import main
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.kernels import cpu
 from vismoe.models.family.caches import cache_in
+from vismoe.models.family.components import OUR_ATTENTION
 from vismoe.models.load import quantizer
 from vismoe.models.moe import step_context
-from vismoe.models.moe.attention import IMPLEMENTATION
 from vismoe.models.moe.linears import PIECE_ROWS, serve_linears
 from vismoe.models.visual.growing_cache import GrowingLayer
 
@@ -65,7 +65,7 @@ def test_logits_are_as_near_to_float64_as_torchs(checkpoint):
 
 def test_a_vision_tower_attends_by_the_kernels_and_still_shows_what_it_attends_to(checkpoint):
     model = load(checkpoint, memory="100%", keep=0.5)
-    assert model.config.vision_config._attn_implementation == IMPLEMENTATION == model.config.text_config._attn_implementation
+    assert model.config.vision_config._attn_implementation == OUR_ATTENTION == model.config.text_config._attn_implementation
     assert "attention received in the vision tower" in vismoe.runtime_of(model).backends["visual tokens"]
     assert logits(model).isfinite().all()
 

@@ -20,12 +20,12 @@ from tiny_models import OVERRIDES
 from transformers import DynamicCache, StaticCache
 
 from vismoe.models.family.caches import CACHE
+from vismoe.models.family.components import OUR_ATTENTION
 from vismoe.models.family.families import expert_modules
 from vismoe.models.load.live_memory import META, LiveMemory
 from vismoe.models.moe import attended
 from vismoe.models.moe.adapters import adapt
 from vismoe.models.moe.attended import attention_received, last_real
-from vismoe.models.moe.attention import IMPLEMENTATION as GROUPED
 from vismoe.models.moe.attention import group_queries
 from vismoe.models.moe.heavy_hitters import QUERIES, HeavyHitters, hitters_bytes
 from vismoe.models.visual.prune import VisualPruner
@@ -313,7 +313,7 @@ def test_grouped_queries_are_heard_whichever_comes_first(monkeypatch, grouped_fi
     listening, received = heard(model, hitters, lambda: model(**inputs)[0])
     assert torch.equal(listening, alone)
     hitters.end()
-    assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {GROUPED}
+    assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {OUR_ATTENTION}
     model.set_attn_implementation("eager")
     eager = Eager(model, monkeypatch)
     model(**inputs)

@@ -122,11 +122,13 @@ def in_circles(imports: dict[str, set[str]]) -> dict[str, set[str]]:
         imports = left
 
 
+@pytest.mark.budget(10)  # every file
 @pytest.mark.parametrize("file", source_files(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_a_file_imports_only_from_its_own_row_or_above(file):
     assert not violations(file.read_text(), module_name(file), file.name == "__init__.py")
 
 
+@pytest.mark.budget(10)  # every file
 @pytest.mark.parametrize("file", source_files(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_optional_packages_are_imported_inside_functions_only(file):
     statements = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]

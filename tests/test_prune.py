@@ -27,8 +27,8 @@ from vismoe import VisMoEConfig
 from vismoe.engine.engine import demo_model
 from vismoe.errors import InputError, UnsupportedModelError
 from vismoe.models.family.caches import CACHE
+from vismoe.models.family.components import OUR_ATTENTION
 from vismoe.models.inputs.processor import load_processor
-from vismoe.models.moe.attention import IMPLEMENTATION
 from vismoe.models.visual import prune
 from vismoe.models.visual.encoded import EncodedImage, share_out
 from vismoe.models.visual.kept_rows import KeptRows
@@ -147,7 +147,7 @@ AttentionInterface.register("flat masks", attention_of_flat_masks)
 AttentionMaskInterface.register("flat masks", flash_attention_mask)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flat masks", IMPLEMENTATION])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flat masks", OUR_ATTENTION])
 @pytest.mark.parametrize("prune_layer", [1, 2])
 @pytest.mark.parametrize("turns", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_kept_tokens_compute_what_they_would_if_nobody_saw_the_rest(turns, prune_layer, attention):

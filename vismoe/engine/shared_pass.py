@@ -14,7 +14,7 @@ import torch
 from vismoe.engine.generate import TokenLoop
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.family.caches import CACHE
-from vismoe.models.moe.attention import IMPLEMENTATION
+from vismoe.models.family.components import OUR_ATTENTION
 from vismoe.models.moe.rows import RowsCache, joined_inputs, rows_that_differ, shared_pass, why_not_rows
 from vismoe.models.visual.pruned_cache import PrunedLayer
 
@@ -38,7 +38,7 @@ class SharedPasses:
     def __init__(self, model: Any, most_rows: int, exactly: bool):
         self.most_rows, self._model, self._exactly = most_rows, model, exactly
         # Mixers by row as a whole, and not only what they call attention.
-        self.by_mixer = model.config.get_text_config()._attn_implementation != IMPLEMENTATION
+        self.by_mixer = model.config.get_text_config()._attn_implementation != OUR_ATTENTION
         self._judged: dict[int, str] = {}  # trials by their rows, rounded up to a power of two: what was found
         self.refused = "one row per pass was asked for" if most_rows < 2 else ""
 

@@ -12,3 +12,10 @@ CACHE_NAMES = tuple(dict.fromkeys((CACHE, "past_key_values", "past_key_value", "
 def cache_in(given: Mapping[str, Any]) -> Any:
     """The cache among the arguments of a model or a layer, or in a model's output; None: it has none."""
     return next((given[name] for name in CACHE_NAMES if name in given and given[name] is not None), None)
+
+
+def windows(config: Any) -> set[str]:
+    """Kinds of a decoder's layers that do not attend to all tokens."""
+    found = {f"a layer of {kind}" for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return found | ({"a sliding window"} if windowed else set())

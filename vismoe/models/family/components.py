@@ -28,6 +28,7 @@ COMPONENTS = tuple(
     )
 )
 OTHER = "other"
+OUR_ATTENTION = "vismoe_sdpa"  # what transformers calls it (moe/attention.py)
 
 
 def component_of(name: str) -> str:

@@ -41,6 +41,7 @@ from vismoe.models.moe.norms import serve_norms
 from vismoe.models.moe.rotary import serve_rotations
 from vismoe.models.moe.routers import serve_routers
 from vismoe.models.moe.step_context import ExpertService, StepContext
+from vismoe.models.moe.token_passes import serve_token_passes
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.models.visual.settings import attach_pruner, fewer_experts
 from vismoe.paging.miss import Upgrades
@@ -216,6 +217,8 @@ def build(model: Any, configuration: Configuration, pools: Pools | None = None) 
     context = StepContext(device, inputs, pruner, fewer_experts(settings, inventory))
     runtime = Runtime(model, configuration, context, backends, pools)
     bind(model, context)
+    if configuration.experts.kernels is not None and serve_token_passes(model):
+        backends["layers"] += ", and none of transformers' code between them"
     if configuration.experts.gpu_kernels is not None:
         serve_decode_graphs(model, context, partial(backends.__setitem__, "layers"))
         backends["layers"] = f"CUDA graphs for single tokens, after {WARM_PASSES} of them"

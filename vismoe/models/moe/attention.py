@@ -19,11 +19,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from vismoe.kernels import cpu
 from vismoe.kernels.attention import PROMPTS, Sequenced, attend, attend_prompt, takes, takes_prompt
 from vismoe.kernels.gpu import attention as gpu_attention
-from vismoe.models.family.components import is_vision
+from vismoe.models.family.components import OUR_ATTENTION, is_vision
 from vismoe.models.moe.captured_pass import captured_pass
 from vismoe.models.moe.rows import by_row, rows_mask
 
-IMPLEMENTATION = "vismoe_sdpa"
 ASKS_FOR_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)|==\s*\S*_attn_implementation")
 
 
@@ -117,11 +116,11 @@ def group_queries(model: Any) -> str | None:
     for name in sorted(modules):
         if name.startswith("transformers.models.") and ASKS_FOR_NAME.search(inspect.getsource(sys.modules[name])):
             return f"{name.rpartition('.')[2]} asks which attention is used"
-    config._attn_implementation = IMPLEMENTATION
+    config._attn_implementation = OUR_ATTENTION
     for path, module in model.named_modules():
         own = module.__dict__.get("config")  # a projector's may be the whole model's
         if is_vision(path) and own is not None and own._attn_implementation == "sdpa" and not own.sub_configs:
-            own._attn_implementation = IMPLEMENTATION
+            own._attn_implementation = OUR_ATTENTION
     return None
 
 
@@ -130,5 +129,5 @@ def attends_prompts(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in PROMPTS and cpu.setup().isa != "portable"
 
 
-AttentionInterface.register(IMPLEMENTATION, by_row(grouped_attention, of_sequences))
-AttentionMaskInterface.register(IMPLEMENTATION, rows_mask)
+AttentionInterface.register(OUR_ATTENTION, by_row(grouped_attention, of_sequences))
+AttentionMaskInterface.register(OUR_ATTENTION, rows_mask)

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from transformers.utils import ModelOutput
 
 from vismoe.lookahead import gate
-from vismoe.models.family.caches import CACHE_NAMES, cache_in
+from vismoe.models.family.caches import CACHE_NAMES, cache_in, windows
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.moe.captured_decoder import CapturedDecoder, CudaGraphs, Example
@@ -154,7 +154,7 @@ class DecodeGraphs:
         if listens(dict(enumerate(shown))):
             return None
         kinds = {f"a {type(layer).__name__} in its cache" for layer in cache.layers if not isinstance(layer, GrowingLayer)}
-        kinds |= _windows(module.config)
+        kinds |= windows(module.config)
         assert self._of is not None
         (resident, most), backend = self._of, context.serving.backend
         if kinds or not _makes_room(given, cache, most):
@@ -249,13 +249,6 @@ def _inputs(module: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     known = {"inputs_embeds", MASK, *POSITIONS, *CACHE_NAMES}
     plain = all(name in known or value is None or value is False or name == "use_cache" for name, value in given.items())
     return given if plain else None
-
-
-def _windows(config: Any) -> set[str]:
-    """Kinds of layers that do not attend to all tokens."""
-    found = {f"a layer of {kind}" for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return found | ({"a sliding window"} if windowed else set())
 
 
 def _embeddings(module: Any) -> nn.Module | None:

@@ -32,9 +32,8 @@ from vismoe.kernels import cpu
 from vismoe.kernels.decoder_layer import Cached, CalledLayer, DecoderLayer, run_layers
 from vismoe.lookahead.gate import Capture
 from vismoe.models.family.caches import CACHE
-from vismoe.models.family.components import is_vision
+from vismoe.models.family.components import OUR_ATTENTION, is_vision
 from vismoe.models.family.mtp import of_mtp
-from vismoe.models.moe.attention import IMPLEMENTATION
 from vismoe.models.moe.decoder_parts import DecoderParts
 from vismoe.models.moe.experts import PagedLayer
 from vismoe.models.moe.heavy_hitters import HEARD_BY
@@ -70,8 +69,13 @@ def serve_decoder_layers(model: nn.Module) -> tuple[int, int]:
 def served_layers(model: nn.Module) -> Iterator["ServedLayer"]:
     """Those of `serve_decoder_layers`."""
     for module in model.modules():
-        if _is_served(module):
-            yield module.__dict__["forward"].args[1]
+        if (served := served_by(module)) is not None:
+            yield served[0]
+
+
+def served_by(module: nn.Module) -> "tuple[ServedLayer, LayerWatch, LayersAhead] | None":
+    """What computes a decoder layer; None: the module is none that is served."""
+    return module.__dict__["forward"].args[1:] if _is_served(module) else None
 
 
 def _is_served(module: nn.Module) -> bool:
@@ -88,10 +92,22 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if not args and watch.fit(kwargs) and (made := served.run(hidden_states, kwargs, ahead)) is not None:
-        return made
-    module = reference()
-    return type(module).forward(module, hidden_states, *args, **kwargs)
+    made = served.run(hidden_states, kwargs, ahead) if not args and watch.fit(kwargs) else None
+    if made is None:
+        module = reference()
+        made = type(module).forward(module, hidden_states, *args, **kwargs)
+    if ahead.events is not None:
+        ahead.events.append(Event(reference(), (hidden_states, *args), kwargs, made))
+    return made
+
+
+class Event(NamedTuple):
+    """A call of a module."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
 
 
 class NewTokens(NamedTuple):
@@ -176,6 +192,8 @@ class LayersAhead:
         self._ahead: dict[ServedLayer, Ahead] = {}  # in the decoder's order
         self._calls, self._at_once = 0, 1  # so far; layers that the next one tries
         self._alone_until: dict[ServedLayer, int] = {}  # the call with which a layer is computed ahead again
+        self._straight = False  # nothing runs between the layers of this pass
+        self.events: list[Event] | None = None  # gets every layer that is called; None: nothing does
 
     def made(self, layer: "ServedLayer", hidden: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor | None:
         """The layer's output where an earlier call has computed it for the only sequence, whose token counts as cached then;
@@ -191,6 +209,28 @@ class LayersAhead:
         del self._ahead[layer]
         only.one_more()
         return found.out
+
+    def through(self, layers: Sequence["ServedLayer"], hidden: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+        """The output of the last of these layers, which are all of a decoder's, with nothing between them. `LayerWatch.fit` has
+        looked at what they are given, and their cache is one sequence's, with room."""
+        cache, angles, place, self._straight = given[CACHE], given["position_embeddings"], 0, True
+        try:
+            while place < len(layers):
+                out = layers[place].run(hidden, given, self)
+                assert out is not None, f"layer {place} does not take what it took before"
+                place += 1
+                while place < len(layers) and (found := self._ahead.get(layer := layers[place])):
+                    if found.out is None or found.angles is not angles:
+                        break
+                    del self._ahead[layer]
+                    cache.layers[layer.index].one_more()
+                    assert layer.paged is not None
+                    layer.paged.computed_short(layer.native.chosen)
+                    out, place = found.out, place + 1
+                hidden = out
+        finally:
+            self._straight = False
+        return hidden
 
     def output(
         self, layer: "ServedLayer", paged: PagedLayer, hidden: torch.Tensor, given: Mapping[str, Any], new: "NewTokens"
@@ -229,7 +269,9 @@ class LayersAhead:
     ) -> list[tuple["ServedLayer", PagedLayer, "NewTokens"]]:
         calls = [(layer, paged, new)]
         for later in self._behind[layer][: self._at_once - 1]:
-            if self._alone_until.get(later, 0) > self._calls or not later.is_unheard or not _nothing_between(calls[-1][0], later):
+            if self._alone_until.get(later, 0) > self._calls or not later.is_unheard:
+                break
+            if not (self._straight or _nothing_between(calls[-1][0], later)):
                 break
             other, tokens = later.paged, later.new_tokens(hidden, given)
             if other is None or tokens is None or other.context is not paged.context:
@@ -281,7 +323,7 @@ def _same_forward(now: Any, forward: Any) -> bool:
 
 def _as_compared(attention: Any, scale: float) -> bool:
     config = object.__getattribute__(attention.config, "__dict__")  # past transformers' own lookup, which is slow
-    usual = config["_attn_implementation_internal"] == IMPLEMENTATION and HEARD_BY not in attention.__dict__
+    usual = config["_attn_implementation_internal"] == OUR_ATTENTION and HEARD_BY not in attention.__dict__
     return usual and not attention.training and attention.scaling == scale
 
 

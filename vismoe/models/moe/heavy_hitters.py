@@ -21,9 +21,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from vismoe.models.family.components import is_vision
+from vismoe.models.family.components import OUR_ATTENTION, is_vision
 from vismoe.models.moe.attended import attended_bytes, attention_received, last_real
-from vismoe.models.moe.attention import IMPLEMENTATION as GROUPED
 from vismoe.models.visual.saliency import allowed as allowed_by
 from vismoe.models.visual.saliency import eager_function, own_function
 from vismoe.types import MoELayer
@@ -31,7 +30,7 @@ from vismoe.types import MoELayer
 QUERIES = 64  # per sequence, the last ones of a pass
 IMPLEMENTATION = "vismoe_heavy_hitters"
 HEARD_BY = "_vismoe_heavy_hitters"  # attribute of an attention module that holds its HeavyHitters
-WRAPPED = ("sdpa", "eager", GROUPED)  # implementations whose masks say which query sees which key
+WRAPPED = ("sdpa", "eager", OUR_ATTENTION)  # implementations whose masks say which query sees which key
 # By the decoder's model type: the reason.
 UNUSABLE = {"deepseek_v4": "most of what its tokens attend to are summaries of several tokens"}
 UNHEARD = ("softcap", "cache")  # attention arguments that would change the sums

@@ -25,12 +25,12 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vismoe.models.moe.attention import IMPLEMENTATION as GROUPED
+from vismoe.models.family.components import OUR_ATTENTION
 from vismoe.vision.layout import TokenLayout
 from vismoe.vision.saliency import attention_received, filled_rows, merged, received_bytes, squares
 
 IMPLEMENTATION = "vismoe_saliency"
-WRAPPED = ("sdpa", "eager", GROUPED)  # towers take another path for flash attention, chosen by its name
+WRAPPED = ("sdpa", "eager", OUR_ATTENTION)  # towers take another path for flash attention, chosen by its name
 ALTERNATIVE = "distance of a visual token's embedding from the mean of its image"
 DISPATCH = re.compile(r"get_interface\(\s*self\.config\._attn_implementation,\s*(\w+)")  # group 1: the name of the eager function
 

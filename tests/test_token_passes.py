@@ -1,0 +1,333 @@
+"""Passes of one token straight through a model: the bits that transformers' code gives, and where that runs."""
+
+import copy
+import gc
+import inspect
+import weakref
+from functools import partial
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from searching import examples
+from test_decoder_layers import serve
+from test_resident import FAMILY, Twin, assert_same, load
+from torch import nn
+from torch.nn.modules import module as everywhere
+
+from vismoe.kernels import cpu
+from vismoe.models.family.caches import CACHE, cache_in
+from vismoe.models.load import runtime
+from vismoe.models.moe.token_passes import TokenPasses, serve_token_passes
+from vismoe.models.visual.growing_cache import grow_in_place
+
+pytestmark = pytest.mark.skipif(cpu.available() == ("portable",), reason="this processor has no attention kernel")
+
+
+@pytest.fixture
+def straight(monkeypatch) -> list[bool]:
+    """For each pass of a served model whether transformers' code between the modules was left out."""
+    passes, run, watched = [], TokenPasses.run, TokenPasses._watched
+
+    def watch(*given):
+        passes[-1] = None
+        return watched(*given)
+
+    def note(*given):
+        passes.append(True)
+        made = run(*given)
+        passes[-1] = passes[-1] is not None and made is not None
+        return made
+
+    monkeypatch.setattr(TokenPasses, "run", note)
+    monkeypatch.setattr(TokenPasses, "_watched", watch)
+    return passes
+
+
+# ------------------------------------------------------------------ with paged experts
+def served_twins(folder, family: str = FAMILY, **more) -> tuple[Twin, Twin]:
+    """One whose passes go straight where they may, and one whose never do."""
+    tiny_models.without_windows(tiny_models.save(family, folder, dtype=torch.bfloat16))
+    settings = {"memory": "100%", "lookahead": "none", "context": 600} | more
+    ours = Twin(folder, True, True, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "serve_token_passes", lambda model: False)
+        return ours, Twin(folder, True, True, **settings)
+
+
+@pytest.fixture(scope="module", params=[("100%", "none"), ("60%", "none"), ("60%", "gate")], ids="-".join)
+def twins(request, tmp_path_factory) -> tuple[Twin, Twin]:
+    memory, lookahead = request.param
+    return served_twins(tmp_path_factory.mktemp("token-passes"), memory=memory, lookahead=lookahead)
+
+
+@settings(max_examples=examples(6), deadline=None)
+@given(st.integers(1, 2), st.integers(1, 12), st.lists(st.sampled_from([1, 1, 1, 1, 4]), max_size=12), st.integers(0, 2**31))
+def test_logits_and_counters_are_those_of_transformers_code(twins, batch, tokens, steps, seed):
+    prompts = torch.randint(3, 500, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+    ours, theirs = twins
+    assert all(map(torch.equal, ours.passes(prompts, steps), theirs.passes(prompts, steps)))
+    if ours.context.lookahead_inputs.lookahead is None:  # guesses are made as long as they win time, which differs
+        assert_same(ours.state(), theirs.state())
+
+
+def test_passes_go_straight_once_one_was_watched(twins, straight):
+    ours, theirs = twins
+    ours.passes(torch.arange(3, 60)[None], [1] * 5)
+    assert straight == [False, False, False, True, True, True]  # a prompt, one that makes room, one that is watched
+    assert "none of transformers' code" in ours.runtime.backends["layers"]
+    straight.clear()
+    theirs.passes(torch.arange(3, 60)[None], [1] * 5)
+    assert not straight
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "glm4v_moe", "granitemoe", "olmoe"])
+def test_what_generate_answers_with_a_picture_or_without_one(tmp_path, family, straight):
+    ours, theirs = served_twins(tmp_path, family)
+    inputs = tiny_models.prompt(family, dtype=torch.bfloat16)
+    answers = [tiny_models.greedy(twin.model, inputs, 9) for twin in (ours, theirs)]
+    assert torch.equal(answers[0].sequences, answers[1].sequences)
+    assert all(map(torch.equal, answers[0].logits, answers[1].logits))
+    assert_same(ours.state(), theirs.state())
+    assert straight.count(True) == 6
+
+
+def test_generate_knows_the_arguments_of_a_served_model(tmp_path):
+    ours, theirs = served_twins(tmp_path)
+    assert inspect.signature(ours.model.forward) == inspect.signature(theirs.model.forward)
+    with pytest.raises(ValueError, match="no_such_argument"):
+        ours.model.generate(torch.arange(3, 9)[None], max_new_tokens=2, no_such_argument=1)
+
+
+@torch.inference_mode()
+def test_two_sequences_by_turns_and_one_that_parts(tmp_path, straight):
+    ours, theirs = served_twins(tmp_path)
+    logits = []
+    for twin in (ours, theirs):
+        caches = [cache_in(twin.model(prompt[None], use_cache=True)) for prompt in (torch.arange(3, 30), torch.arange(40, 60))]
+        of_twin = []
+        for step in range(8):
+            if step == 5:
+                caches.append(copy.deepcopy(caches[0]))
+            for cache in caches:
+                of_twin.append(twin.model(torch.tensor([[7 + step]]), use_cache=True, **{CACHE: cache}).logits)
+        logits.append(of_twin)
+    assert all(map(torch.equal, *logits)) and straight.count(True) >= 13
+
+
+def test_a_model_ends_with_its_last_reference(tmp_path, straight):
+    tiny_models.save(FAMILY, tmp_path, dtype=torch.bfloat16)
+    model = load(tmp_path)
+    inputs = tiny_models.prompt(FAMILY)
+    answer = tiny_models.greedy(model, inputs, 6)
+    held = [weakref.ref(model), weakref.ref(model.model.norm.weight)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [found() for found in held] == [None, None]
+    finally:
+        gc.enable()
+    assert straight.count(True) == 3 and cache_in(answer) is not None
+
+
+# ------------------------------------------------------------------ when transformers' code runs
+class Pair:
+    """The same model with passes that go straight and without, behind the same tokens."""
+
+    def __init__(self, family: str = "qwen2_moe"):
+        self.models = [tiny_models.build(family).to(torch.bfloat16).eval() for _ in range(2)]
+        for model in self.models:
+            serve(model)
+            for module in model.modules():  # experts compute as they do without a pager
+                module.__dict__.pop("_vismoe_layer", None)
+        assert serve_token_passes(self.models[0])
+        self.caches = []
+        for model in self.models:
+            self.caches.append(cache_in(model(torch.arange(3, 11)[None], use_cache=True)))
+            grow_in_place(self.caches[-1], 64)
+
+    def passes(self, count: int = 3, **given) -> list[list]:
+        return [
+            [model(torch.tensor([[5 + n]]), use_cache=True, **{CACHE: cache}, **given) for n in range(count)]
+            for model, cache in zip(self.models, self.caches)
+        ]
+
+    def assert_same(self, count: int = 3, **given) -> None:
+        for ours, theirs in zip(*self.passes(count, **given), strict=True):
+            assert type(ours) is type(theirs)
+            ours, theirs = (out if isinstance(out, tuple) else out.to_tuple() for out in (ours, theirs))
+            tensors = [[part for part in out if isinstance(part, torch.Tensor)] for out in (ours, theirs)]
+            assert tensors[0] and all(map(torch.equal, *tensors))
+        assert self.caches[0].get_seq_length() == self.caches[1].get_seq_length()
+
+
+@pytest.fixture
+def pair(straight):
+    with torch.no_grad():
+        pair = Pair()
+        pair.assert_same(4)
+        assert straight == [False, False, True, True, True]
+        straight.clear()
+        yield pair
+
+
+def hear(heard, module, *given):
+    heard.append(module)
+
+
+PLACES = ["model", "model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "model.layers.1", "model.layers.1.mlp"]
+PLACES += ["model.layers.1.self_attn.k_proj", "model.layers.2.mlp.experts"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_listener_hears_every_pass(pair, place, straight):
+    for before in (True, False):
+        heard = []
+        for model in pair.models:
+            module = model.get_submodule(place)
+            register = module.register_forward_pre_hook if before else module.register_forward_hook
+            model.hook = register(partial(hear, heard))
+        pair.assert_same()
+        assert len(heard) == 6 and [any(heard[n] is one for one in pair.models[n // 3].modules()) for n in range(6)] == [True] * 6
+        for model in pair.models:
+            model.hook.remove()
+        assert not any(straight) or place.endswith((".mlp", ".experts"))  # which are called, as a shared expert is there
+        straight.clear()
+        pair.assert_same()
+        assert straight == [True] * 3
+        straight.clear()
+
+
+def test_a_listener_to_all_modules_hears_every_pass(pair):
+    heard = []
+    hook = everywhere.register_module_forward_hook(partial(hear, heard))
+    pair.assert_same()
+    hook.remove()
+    ours = sum(any(module is one for one in pair.models[0].modules()) for module in heard)
+    assert 2 * ours == len(heard) > 6 * 20
+
+
+def with_another_head(model):
+    model.lm_head = nn.Linear(64, 512, bias=False, dtype=torch.bfloat16)
+    nn.init.constant_(model.lm_head.weight, 0.01)
+
+
+def with_a_forward_of_its_own(model):
+    norm = model.model.norm
+    norm.forward = lambda x: 2 * type(norm).forward(norm, x)
+
+
+def with_a_decoder_of_its_own(model):
+    decoder, own = model.model, model.model.forward
+
+    def forward(**given):
+        out = own(**given)
+        out.last_hidden_state = out.last_hidden_state * 2
+        return out
+
+    decoder.forward = forward
+
+
+def with_an_adapted_layer(model):
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x, **given):
+            return self.base(x * 2, **given)
+
+    model.model.layers[1] = Adapted(model.model.layers[1])
+
+
+def with_a_layer_less(model):
+    model.model.layers = model.model.layers[:2]
+
+
+def with_another_order(model):
+    model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
+
+
+def with_other_embeddings(model):
+    model.model.embed_tokens = nn.Embedding.from_pretrained(model.model.embed_tokens.weight * 2)
+
+
+def with_a_changed_weight(model):
+    model.model.norm.weight.data = model.model.norm.weight * 2
+
+
+def in_another_type(model):
+    model.float()
+
+
+CHANGES = [with_another_head, with_a_forward_of_its_own, with_a_decoder_of_its_own, with_an_adapted_layer, with_a_layer_less]
+CHANGES += [with_another_order, with_other_embeddings, with_a_changed_weight]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_model_takes_effect_at_once(pair, change, straight):
+    (before, *_), _ = pair.passes(1)
+    straight.clear()
+    for model in pair.models:
+        change(model)
+    pair.assert_same()
+    assert any(straight) == (change is with_a_changed_weight)
+    (after, *_), _ = pair.passes(1)
+    assert not torch.equal(before.logits, after.logits)
+
+
+def test_a_model_that_changes_what_the_modules_make_is_never_passed_straight(straight):
+    class Scaled(transformers.Qwen2MoeModel):
+        def forward(self, **given):
+            out = super().forward(**given)
+            out.last_hidden_state = out.last_hidden_state * 2
+            return out
+
+    with torch.inference_mode():
+        pair = Pair()
+        for model in pair.models:
+            model.model.__class__ = Scaled
+        pair.assert_same(5)
+    assert not any(straight)
+
+
+OPTIONS = {
+    "hidden states": {"output_hidden_states": True},
+    "router logits": {"output_router_logits": True},
+    "no dictionary": {"return_dict": False},
+    "some logits": {"logits_to_keep": 1},
+    "positions": {"position_ids": torch.tensor([[40]])},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_other_arguments_are_understood(pair, option, straight):
+    pair.assert_same(2, **OPTIONS[option])
+    assert any(straight) == (option == "positions")
+    pair.assert_same(2)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_mask_that_hides_a_token(pair, hidden, straight):
+    for _ in range(2):
+        mask = torch.ones(1, int(pair.caches[0].get_seq_length()) + 1, dtype=torch.long)
+        mask[:, 2] = not hidden
+        pair.assert_same(1, attention_mask=mask)
+    assert straight == [not hidden] * 2
+
+
+def test_transformers_code_runs_where_gradients_are_recorded(pair, straight):
+    with torch.enable_grad():
+        pair.assert_same(1)
+    assert straight == [False]
+
+
+def test_more_tokens_than_there_is_room_for(straight):
+    with torch.inference_mode():
+        pair = Pair()
+        pair.assert_same(70)  # of 64
+    assert straight.count(True) > 40 and straight[-1] is False

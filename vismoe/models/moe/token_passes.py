@@ -1,0 +1,238 @@
+"""Passes of one token through a whole model without transformers' code between its modules.
+
+Behind a token's weights, which push the interpreter's memory out of the caches, that code takes 1 ms and 50 us a layer. The first
+such pass with a cache runs it and is watched: embeddings of the token go to the layers, one after another, with the angles that a
+rotary embedding makes of the positions; their output goes to a norm, and on to the head. If nothing else happens to these
+numbers, bit for bit, later passes with this cache call these modules alone, and before the decoder the hooks of ours.
+
+Transformers' code runs where a pass has other arguments, a mask that hides a token or a cache without room, and after a module,
+its forward or its hooks have changed.
+"""
+
+import functools
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.utils import ModelOutput
+
+from vismoe.models.family.caches import CACHE, CACHE_NAMES, cache_in, windows
+from vismoe.models.family.components import is_vision
+from vismoe.models.family.families import expert_modules
+from vismoe.models.family.mtp import of_mtp
+from vismoe.models.moe.decoder_layers import EVERYWHERE, Event, LayersAhead, LayerWatch, ServedLayer, Things, listens, served_by
+from vismoe.models.moe.own_forward import give_forward
+from vismoe.models.visual.growing_cache import GrowingLayer
+from vismoe.types import stack_of
+
+IDS, MASK, POSITIONS, ANGLES = "input_ids", "attention_mask", "position_ids", "position_embeddings"
+CHANGING = frozenset({IDS, MASK, POSITIONS, *CACHE_NAMES})  # arguments that differ from token to token
+OF_PASS = frozenset({POSITIONS, ANGLES, *CACHE_NAMES})  # those of layers that do
+OUTPUTS = frozenset({"logits", "rope_deltas", *CACHE_NAMES})  # of which deltas stay as they are for the tokens of a cache
+Row = Callable[[torch.Tensor], torch.Tensor]
+# What a rotary embedding may get of positions `[1, 1]`, and of `[n, 1, 1]` that may have those of text before others.
+ROWS: Mapping[int, Sequence[Row]] = {
+    2: (lambda positions: positions, lambda positions: positions[None].expand(3, -1, -1)),
+    3: (lambda positions: positions, lambda positions: positions[0], lambda positions: positions[1:]),
+}
+
+
+@dataclass(frozen=True)
+class Course:
+    """How the passes with a cache go. given: the arguments that stay; of_layers: those of every layer."""
+
+    given: Mapping[str, Any]
+    of_layers: Mapping[str, Any]
+    embed: nn.Module
+    rotary: nn.Module
+    row: Row  # of the model's positions
+    norm: nn.Module
+    head: nn.Module
+    output: Callable[..., ModelOutput]
+    parts: Things  # modules and their forwards
+    hooks: Sequence[Mapping[Any, Any]]  # of modules that would run
+
+
+@dataclass(frozen=True)
+class TokenPasses:
+    """Of one model on a CPU. begins: the decoder's own hooks, which a pass calls."""
+
+    path: str  # of the decoder
+    decoder: nn.Module
+    layers: Sequence[ServedLayer]
+    watch: LayerWatch
+    ahead: LayersAhead
+    begins: Sequence[Callable[..., Any]]
+    courses: "weakref.WeakKeyDictionary[Any, Course | None]" = field(default_factory=weakref.WeakKeyDictionary)  # by their cache
+
+    def run(self, model: Any, kwargs: dict[str, Any]) -> Any:
+        """The model's output; None: its own code must run."""
+        cache = cache_in(kwargs)
+        if torch.is_grad_enabled() or not _is_one_token(kwargs, cache):
+            return None
+        if cache not in self.courses:
+            self.courses[cache] = None
+            return self._watched(model, kwargs, cache)
+        course = self.courses[cache]
+        if course is None or not _alike(course.given, _staying(kwargs)) or not self._is_as_watched(course):
+            return None
+        hidden = course.embed.forward(kwargs[IDS])
+        angles = course.rotary.forward(hidden, course.row(_positions(kwargs)))
+        of_layers = {**course.of_layers, CACHE: cache, ANGLES: angles}
+        if not self.watch.fit(of_layers) or not all(layer.make_room(1) for layer in cache.layers):
+            return None
+        for begin in self.begins:
+            begin(self.decoder, (), {"inputs_embeds": hidden, CACHE: cache})
+        hidden = self.ahead.through(self.layers, hidden, of_layers)
+        return course.output(logits=course.head.forward(course.norm.forward(hidden)), **{CACHE: cache})
+
+    def _is_as_watched(self, course: Course) -> bool:
+        heard = any(map(listens, filter(None, (*course.hooks, *EVERYWHERE))))
+        return not heard and course.parts.stay() and list(self.decoder._forward_pre_hooks.values()) == self.begins
+
+    def _watched(self, model: Any, kwargs: dict[str, Any], cache: Any) -> Any:
+        """A pass by transformers' code, which may set the course of those that follow."""
+        events, known = list[Event](), {**kwargs, POSITIONS: _positions(kwargs)}
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            events.append(Event(module, args, kwargs, output))
+
+        beside = dict.fromkeys((model.get_input_embeddings(), model.get_output_embeddings(), *self.decoder.children()))
+        hooks = [module.register_forward_hook(note, with_kwargs=True) for module in beside]
+        self.ahead.events = events
+        try:
+            output = type(model).forward(model, **kwargs)
+        finally:
+            self.ahead.events = None
+            for hook in hooks:
+                hook.remove()
+        self.courses[cache] = self._course(model, known, events, output)
+        return output
+
+    def _course(self, model: Any, given: Mapping[str, Any], events: Sequence[Event], output: Any) -> Course | None:
+        """What these events show, if they are all that happened to the numbers of a pass."""
+        layers, cache = [layer.module() for layer in self.layers], cache_in(given)
+        through = [event for event in events if event.module in layers]
+        around = [event for event in events if event.module not in layers]
+        if [event.module for event in through] != layers or len(around) != 4 or not isinstance(output, ModelOutput):
+            return None
+        embed, rotary, norm, head = around
+        ends = embed.module is model.get_input_embeddings() and head.module is model.get_output_embeddings()
+        plain = _same(embed.args, (given[IDS],)) and not (embed.kwargs or norm.kwargs or head.kwargs)
+        straight = all(_same(later.args, (before.output,)) for before, later in itertools.pairwise((embed, *through, norm, head)))
+        turned = all(one.kwargs.get(ANGLES) is rotary.output and cache_in(one.kwargs) is cache for one in through)
+        of_layers, *of_others = ({name: one.kwargs[name] for name in one.kwargs.keys() - OF_PASS} for one in through)
+        alike = all(_alike(of_layers, of_other) for of_other in of_others) and self.watch.fit(through[0].kwargs)
+        returned = output.keys() <= OUTPUTS and _same(output.logits, head.output) and cache_in(output) is cache
+        row = _row_given(rotary, embed.output, given[POSITIONS])
+        if row is None or not (ends and plain and straight and turned and alike and returned):
+            return None
+        more = {name: value for name, value in output.items() if name == "rope_deltas"}
+        made: Callable[..., Any] = type(output)
+        parts, hooks = self._parts(model, [event.module for event in events])
+        return Course(
+            given=_staying(given),
+            of_layers=of_layers,
+            embed=embed.module,
+            rotary=rotary.module,
+            row=row,
+            norm=norm.module,
+            head=head.module,
+            output=functools.partial(made, **more),
+            parts=parts,
+            hooks=hooks,
+        )
+
+    def _parts(self, model: nn.Module, called: Sequence[nn.Module]) -> tuple[Things, Sequence[Mapping[Any, Any]]]:
+        """(modules on the way to these, and their forwards, their hooks)."""
+        names = self.path.split(".")
+        within = [model.get_submodule(".".join(names[: n + 1])) for n in range(len(names))]
+        lists = [one for one in self.decoder.children() if isinstance(one, nn.ModuleList)]
+        held = [(one._modules, name) for one in (model, *within, *lists) for name in one._modules]
+        held += [(one.__dict__, "forward") for one in (*within, *called)]
+        hooks = [one._forward_hooks for one in (*within, *called)]
+        hooks += [one._forward_pre_hooks for one in (*within, *called) if one is not self.decoder]
+        return Things([holder for holder, _ in held], [name for _, name in held]), hooks
+
+
+def serve_token_passes(model: nn.Module) -> bool:
+    """Let passes of one token go straight through a model whose decoder's layers are served; returns whether they may."""
+    paths = {stack_of(path) for path, _ in expert_modules(model) if not of_mtp(path)}
+    stacks = [path for path in paths if path and not is_vision(path)]
+    if len(stacks) != 1 or "forward" in model.__dict__ or model.get_output_embeddings() is None:  # type: ignore[operator]
+        return False
+    decoder, signature = model.get_submodule(stacks[0]), inspect.signature(model.forward)
+    layers = [layer for one in decoder.children() if isinstance(one, nn.ModuleList) for layer in one]
+    served = [found for found in map(served_by, layers) if found is not None]
+    if not served or len(served) < len(layers) or windows(decoder.config) or next(iter(signature.parameters)) != IDS:
+        return False
+    (_, watch, ahead), begins = served[0], list(decoder._forward_pre_hooks.values())
+    passes = TokenPasses(stacks[0], decoder, [layer for layer, _, _ in served], watch, ahead, begins)
+    give_forward([(model, passes)], _forward)
+    model.forward.__signature__ = signature  # type: ignore[attr-defined]  # generate() asks for the names of arguments
+    return True
+
+
+def _forward(reference: Any, passes: TokenPasses, *args: Any, **kwargs: Any) -> Any:
+    model = reference()
+    named = {**kwargs, **dict(zip((IDS,), args))}  # often the only argument without a name
+    output = passes.run(model, named) if len(named) == len(args) + len(kwargs) else None
+    return type(model).forward(model, *args, **kwargs) if output is None else output
+
+
+def _is_one_token(given: Mapping[str, Any], cache: Any) -> bool:
+    """Whether the pass is of one token behind others of one sequence, all of which it sees."""
+    ids, mask, positions = given.get(IDS), given.get(MASK), given.get(POSITIONS)
+    if type(cache) is not DynamicCache or not isinstance(ids, torch.Tensor) or ids.shape != (1, 1) or not ids.is_cpu:
+        return False
+    if positions is not None and not (positions.ndim in ROWS and positions.shape[-2:] == (1, 1)):
+        return False
+    if not cache.layers or not all(type(layer) is GrowingLayer for layer in cache.layers):
+        return False
+    tokens = cache.layers[0].tokens
+    hides = mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == (1, tokens + 1) and bool(mask.all()))
+    return tokens > 0 and not hides
+
+
+def _staying(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are the same for all tokens."""
+    return {name: value for name, value in given.items() if name not in CHANGING and value is not None}
+
+
+def _positions(given: Mapping[str, Any]) -> torch.Tensor:
+    """Those that a model is given, or that of the token behind its cache's."""
+    positions: torch.Tensor | None = given.get(POSITIONS)
+    return torch.tensor([[cache_in(given).layers[0].tokens]]) if positions is None else positions
+
+
+def _row_given(rotary: Event, embedded: torch.Tensor, positions: torch.Tensor) -> Row | None:
+    """Which of the model's positions a rotary embedding got with the embeddings; None: it got something else."""
+    named = dict(rotary.kwargs)
+    args = (*rotary.args, named.pop(POSITIONS)) if POSITIONS in named else rotary.args
+    if named or len(args) != 2 or not _same(args[0], embedded):
+        return None
+    return next((row for row in ROWS[positions.ndim] if _same(args[1], row(positions))), None)
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether tensors, or tuples of them, have the same bits."""
+    if isinstance(ours, tuple):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    typed = isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor) and ours.dtype is theirs.dtype
+    if not typed or ours.shape != theirs.shape:
+        return False
+    return torch.equal(*(part.contiguous().view(torch.uint8) for part in (ours, theirs)))
+
+
+def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether arguments have the same names and values."""
+    return ours.keys() == theirs.keys() and all(
+        value is theirs[name] or _same(value, theirs[name]) or (not isinstance(value, torch.Tensor) and value == theirs[name])
+        for name, value in ours.items()
+    )

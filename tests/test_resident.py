@@ -37,12 +37,15 @@ def load(folder: Path, **more):
 
 
 class Twin:
-    """A model that takes the short way where it can, or (`short` False) never does. whole: one call computes decoder layers."""
+    """A model that takes the short way where it can, or (`short` False) never does. whole: one call computes decoder layers.
+    straight: passes of one token run no code of transformers' between these (test_token_passes.py)."""
 
-    def __init__(self, folder: Path, short: bool, whole: bool = False, **more):
+    def __init__(self, folder: Path, short: bool, whole: bool = False, straight: bool = False, **more):
         with pytest.MonkeyPatch.context() as patch:
             if not whole:
                 patch.setattr(runtime, "serve_decoder_layers", lambda model: (0, 0))
+            if not straight:
+                patch.setattr(runtime, "serve_token_passes", lambda model: False)
             self.model, self.shortly = load(folder, **more), 0  # layers that took it
         self.runtime = vismoe.runtime_of(self.model)
         self.context, self.pager = self.runtime.context, self.runtime.pager

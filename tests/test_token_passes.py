@@ -20,9 +20,9 @@ from torch.nn.modules import module as everywhere
 
 from vismoe.kernels import cpu
 from vismoe.models.family.caches import CACHE, cache_in
-from vismoe.models.load import runtime
 from vismoe.models.moe.token_passes import TokenPasses, serve_token_passes
-from vismoe.models.visual.growing_cache import grow_in_place
+from vismoe.models.visual import growing_cache
+from vismoe.models.visual.growing_cache import grow_in_place, release_room
 
 pytestmark = pytest.mark.skipif(cpu.available() == ("portable",), reason="this processor has no attention kernel")
 
@@ -52,10 +52,7 @@ def served_twins(folder, family: str = FAMILY, **more) -> tuple[Twin, Twin]:
     """One whose passes go straight where they may, and one whose never do."""
     tiny_models.without_windows(tiny_models.save(family, folder, dtype=torch.bfloat16))
     settings = {"memory": "100%", "lookahead": "none", "context": 600} | more
-    ours = Twin(folder, True, True, **settings)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "serve_token_passes", lambda model: False)
-        return ours, Twin(folder, True, True, **settings)
+    return tuple(Twin(folder, True, True, straight, **settings) for straight in (True, False))
 
 
 @pytest.fixture(scope="module", params=[("100%", "none"), ("60%", "none"), ("60%", "gate")], ids="-".join)
@@ -116,6 +113,49 @@ def test_two_sequences_by_turns_and_one_that_parts(tmp_path, straight):
                 of_twin.append(twin.model(torch.tensor([[7 + step]]), use_cache=True, **{CACHE: cache}).logits)
         logits.append(of_twin)
     assert all(map(torch.equal, *logits)) and straight.count(True) >= 13
+
+
+def with_memory_of_its_own(layer):
+    layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+
+
+def back_by_two(cache):
+    cache.crop(-2)
+
+
+def all_anew(cache):
+    for layer in cache.layers:
+        with_memory_of_its_own(layer)
+
+
+def one_anew(cache):
+    with_memory_of_its_own(cache.layers[1])
+
+
+def in_memory_that_is_full(cache):
+    release_room(cache)
+
+
+def with_other_numbers(cache):
+    cache.layers[2].keys[:, :, 0].zero_()
+
+
+@pytest.mark.parametrize("move", [back_by_two, all_anew, one_anew, in_memory_that_is_full, with_other_numbers])
+@torch.inference_mode()
+def test_keys_and_values_are_read_where_they_lie(twins, move, straight, monkeypatch):
+    monkeypatch.setattr(growing_cache, "GROWTH_TOKENS", 5)  # room is made for so many at a time
+    logits = []
+    for twin in twins:
+        cache = cache_in(twin.model(torch.arange(3, 30)[None], use_cache=True))
+        of_twin = []
+        for step in range(24):
+            if step in (9, 17):
+                move(cache)
+                gc.collect()
+                torch.full((64, 64, 64), torch.nan)  # where memory was given back
+            of_twin.append(twin.model(torch.tensor([[7 + step]]), use_cache=True, **{CACHE: cache}).logits)
+        logits.append(of_twin)
+    assert all(map(torch.equal, *logits)) and straight.count(True) >= 18
 
 
 def test_a_model_ends_with_its_last_reference(tmp_path, straight):

@@ -26,6 +26,9 @@ _SIZE, _PLACE, _NUMBER, _FLOAT, _DOUBLE = ctypes.c_size_t, ctypes.c_void_p, ctyp
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [_PLACE, _PLACE, _SIZE]
 _decoder_layers = function("vismoe_decoder_layers", [_PLACE, _SIZE, _PLACE, _SIZE, _PLACE, _PLACE, _SIZE], _SIZE)
+_layer_chain = function(
+    "vismoe_layer_chain", [_PLACE, _SIZE, *[_PLACE] * 3, _SIZE, ctypes.c_int64, *[_PLACE] * 2, _DOUBLE, *[_PLACE] * 2], _SIZE
+)
 PARTS = ("norms", "linears", "rotations", "cache", "attention", "routers", "experts")  # in the order of csrc/decoder_layer.cpp
 
 
@@ -244,6 +247,14 @@ class DecoderLayer:
         nbytes = given.nbytes
         return hidden.nbytes == nbytes and not _memcmp(hidden.data_ptr(), given.data_ptr(), nbytes)
 
+    def take_over(self, room: "_Room") -> None:
+        """Let this thread's latest `run_layers` be the call for one token that wrote this memory."""
+        own = self._room(1)
+        own.given.copy_(room.given)
+        for ours, theirs in zip(own.first_half, room.first_half):
+            if ours is not None and theirs is not None:
+                ours.copy_(theirs)
+
     def first_half(self) -> FirstHalf:
         """Of this thread's latest `run_layers`, in memory of its own."""
         return FirstHalf(*(None if part is None else part.clone() for part in self._rooms.room.first_half))  # type: ignore[arg-type]
@@ -284,3 +295,60 @@ def run_layers(calls: Sequence[CalledLayer], hidden: Tensor, cos: Tensor, sin: T
     if made == 0 and not begun:
         cpu.refuse(-1 - rooms[0].call.found)
     return [(out, room.call.found) for out, room in zip(outs[:made], rooms)], begun
+
+
+class LayerChain:
+    """Decoder layers with their experts, one behind the other, for tokens of one sequence: what a call says of all layers stays
+    as long as keys and values lie where they did, so that a token costs no time for each layer.
+
+    places: of its next token, in each layer. tables: the number of each layer's page table. room: tokens for which all layers
+    have memory. Of one thread at a time.
+    """
+
+    def __init__(self, layers: Sequence[tuple[DecoderLayer, ResidentLayer]], places: Sequence[Cached], tables: Sequence[int]):
+        self._layers, self._rooms = layers, list[_Room]()
+        self.room = min(keys.shape[2] for keys, _, _ in places)
+        self._outs = torch.empty(len(layers), 1, 1, layers[0][0].shape.inputs, dtype=layers[0][0].dtype)
+        for (native, experts), place, out in zip(layers, places, self._outs, strict=True):
+            room = _Room(native._at, 1, native.shape.inputs, native.router, native.dtype)
+            room.say([place], Asked(experts, 0.0, 0))
+            room.call.out = out.data_ptr()
+            self._rooms.append(room)
+        self._calls = (_PLACE * len(layers))(*(room.at for room in self._rooms))
+        self.found = np.zeros(len(layers), dtype=np.int32)  # how many experts each layer wanted
+        self.seconds = np.zeros((len(layers), 2))  # before its experts, and of these
+        self._tables = np.array(tables, dtype=np.int32)
+        self._arrays = [(each.ctypes.data, each.strides[0]) for each in (self._tables, self.found, self.seconds)]
+
+    def run(
+        self, first: int, hidden: Tensor, angles: tuple[Tensor, Tensor], tokens: int, weights: Sequence[float], tick: int
+    ) -> tuple[int, bool]:
+        """(how many layers from `first` on have an output, whether the first half of the next one was computed, whose experts are
+        not all resident). hidden `[1, 1, H]` is given to the layer `first`, by the sequence's token number `tokens`, with angles
+        cos and sin `[1, 1, R]`; each use of an expert counts the weight of its layer's table, at `tick` in that layer
+        and one later in each behind it. Raises BudgetError, CheckpointError for the layer `first`; a later one that fails is left
+        out."""
+        cpu.setup()
+        cos, sin = angles
+        calls, count = ctypes.addressof(self._calls) + first * ctypes.sizeof(_PLACE), len(self._rooms) - first
+        tables, *results = (at + first * stride for at, stride in self._arrays)
+        given = hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[2]
+        made: int = _layer_chain()(calls, count, *given, tokens, (_DOUBLE * len(weights))(*weights), tables, tick, *results)
+        begun = made < count and bool(self.found[first + made] == -1)
+        if made == 0 and not begun:
+            cpu.refuse(-1 - int(self.found[first]))
+        return made, begun
+
+    def output(self, place: int) -> Tensor:
+        """Of the layer at this place `[1, 1, H]`, in memory that the next call writes anew."""
+        return self._outs[place]
+
+    def chosen(self, place: int) -> np.ndarray:
+        """The ids int64 `[1, K]` of its experts."""
+        ids = self._rooms[place].ids
+        assert ids is not None
+        return ids.copy()
+
+    def leave(self, place: int) -> None:
+        """The layer at this place, of which the first half was computed, goes on as after `run_layers`."""
+        self._layers[place][0].take_over(self._rooms[place])

@@ -160,6 +160,27 @@ class Pager:
             self._step_ended_s = time.perf_counter()
         return made
 
+    def in_chain(
+        self, layers: Sequence[int], of_tables: Sequence[int], compute: Callable[[list[float], int], Sequence[int]]
+    ) -> Sequence[int]:
+        """The same for layers that follow one another, without what their experts are. of_tables: one layer for each page table.
+        `compute(weights, tick)` computes as many layers as it can, counts the uses of their experts by the weight of their table,
+        in each layer a tick later, and returns how many experts each of them wanted."""
+        return self.changes.make(self._in_chain, layers, of_tables, compute)
+
+    def _in_chain(
+        self, layers: Sequence[int], of_tables: Sequence[int], compute: Callable[[list[float], int], Sequence[int]]
+    ) -> Sequence[int]:
+        core = self.core
+        if core.promises or not all(map(core.nothing_comes, of_tables)):
+            return ()
+        self._claim()
+        wanted = compute([core.table_of[layer].use_weight for layer in of_tables], core.tick + 1)
+        if len(wanted):
+            core.hits(layers, wanted)
+            self._step_ended_s = time.perf_counter()
+        return wanted
+
     def may_serve_at_once(self, layer: int, experts: int) -> bool:
         """Whether `at_once` is worth a try: whether so many experts of a layer must not be demanded anyway."""
         return self.timeline is None and at_once.fits(self.core, layer, experts)

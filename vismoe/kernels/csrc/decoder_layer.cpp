@@ -61,7 +61,7 @@ struct CachedRow {
 // What a call has for one layer, and leaves of it; n is the call's.
 struct CalledLayer {
   DecoderLayer* layer;
-  const CachedRow* cached;         // [n], which take the new keys and values
+  CachedRow* cached;               // [n], which take the new keys and values
   void *given, *residual, *normed;  // [n, inputs]: what the layer was given, that + attention, the norm of that sum
   void* weights;                   // [n, chosen], with a router: of the experts that it chooses for `normed`
   std::int64_t* ids;               // [n, chosen]: these
@@ -223,4 +223,24 @@ VISMOE_API std::size_t vismoe_decoder_layers(CalledLayer* const* calls, std::siz
     if (calls[i]->found < 0) return i;
   }
   return count;
+}
+
+// The same for the token of one sequence, which is its number `tokens` in every layer: uses of experts count what `weights` has at
+// the layer's place in `tables`, at `tick` in the first layer and one later in each that follows. Also writes, for each layer that was computed, `found`, and the
+// seconds [2] before its experts and of these.
+VISMOE_API std::size_t vismoe_layer_chain(CalledLayer* const* calls, std::size_t count, const void* hidden, const void* cos,
+                                          const void* sin, std::size_t turned, std::int64_t tokens, const double* weights,
+                                          const std::int32_t* tables, double tick, std::int32_t* found, double* seconds) {
+  for (std::size_t i = 0; i < count; i++) {
+    calls[i]->cached->tokens = tokens;
+    calls[i]->weight = weights[tables[i]];
+    calls[i]->tick = tick + static_cast<double>(i);
+  }
+  const std::size_t made = vismoe_decoder_layers(calls, count, hidden, 1, cos, sin, turned);
+  for (std::size_t i = 0; i < least(made + 1, count); i++) {
+    found[i] = calls[i]->found;
+    seconds[2 * i] = calls[i]->layer->first_half_s;
+    seconds[2 * i + 1] = calls[i]->layer->experts_s;
+  }
+  return made;
 }

@@ -41,7 +41,8 @@ from vismoe.models.moe.own_forward import give_forward
 from vismoe.models.moe.rows import RowsCache, RowsLayer, running_rows, served_by_row
 from vismoe.models.visual.growing_cache import GrowingLayer
 
-KNOWN = frozenset({CACHE, "attention_mask", "position_embeddings", "position_ids", "use_cache"})  # what a layer may be given
+ANGLES = "position_embeddings"  # of the rotary embedding
+KNOWN = frozenset({CACHE, "attention_mask", ANGLES, "position_ids", "use_cache"})  # what a layer may be given
 EVERYWHERE = (everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks)  # hooks of all modules
 MOST_LAYERS = 64  # of one call, which nothing interrupts
 RETRY_CALLS = 500  # after which a layer is computed ahead again that was so in vain
@@ -138,7 +139,7 @@ class LayerWatch:
         self._seen: dict[int, tuple[Any, Any, bool]] = {}
 
     def fit(self, given: Mapping[str, Any]) -> bool:
-        angles, cache = given.get("position_embeddings"), given.get(CACHE)
+        angles, cache = given.get(ANGLES), given.get(CACHE)
         if cache is None or given.get("attention_mask") is not None or type(angles) is not tuple or len(angles) != 2:
             return False
         seen = self._seen.get(id(angles))
@@ -192,14 +193,14 @@ class LayersAhead:
         self._ahead: dict[ServedLayer, Ahead] = {}  # in the decoder's order
         self._calls, self._at_once = 0, 1  # so far; layers that the next one tries
         self._alone_until: dict[ServedLayer, int] = {}  # the call with which a layer is computed ahead again
-        self._straight = False  # nothing runs between the layers of this pass
+        self.alone = False  # layers are computed one by one
         self.events: list[Event] | None = None  # gets every layer that is called; None: nothing does
 
     def made(self, layer: "ServedLayer", hidden: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor | None:
         """The layer's output where an earlier call has computed it for the only sequence, whose token counts as cached then;
         `output` does the same for any pass, but looks at the cache anew."""
         found = self._ahead.get(layer)
-        if found is None or found.out is None or found.angles is not given["position_embeddings"]:
+        if found is None or found.out is None or found.angles is not given[ANGLES]:
             return None
         only = given[CACHE].layers[layer.index]
         if not (isinstance(only, GrowingLayer) and only.has_room(1) and found.at == (only.next_at(),)):
@@ -210,33 +211,15 @@ class LayersAhead:
         only.one_more()
         return found.out
 
-    def through(self, layers: Sequence["ServedLayer"], hidden: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-        """The output of the last of these layers, which are all of a decoder's, with nothing between them. `LayerWatch.fit` has
-        looked at what they are given, and their cache is one sequence's, with room."""
-        cache, angles, place, self._straight = given[CACHE], given["position_embeddings"], 0, True
-        try:
-            while place < len(layers):
-                out = layers[place].run(hidden, given, self)
-                assert out is not None, f"layer {place} does not take what it took before"
-                place += 1
-                while place < len(layers) and (found := self._ahead.get(layer := layers[place])):
-                    if found.out is None or found.angles is not angles:
-                        break
-                    del self._ahead[layer]
-                    cache.layers[layer.index].one_more()
-                    assert layer.paged is not None
-                    layer.paged.computed_short(layer.native.chosen)
-                    out, place = found.out, place + 1
-                hidden = out
-        finally:
-            self._straight = False
-        return hidden
+    def begun(self, layer: "ServedLayer", angles: Any, at: tuple[int, int]) -> None:
+        """This thread's latest call of the layer has computed its first half, for the only sequence."""
+        self._ahead = {layer: Ahead(angles, (at,), None)}
 
     def output(
         self, layer: "ServedLayer", paged: PagedLayer, hidden: torch.Tensor, given: Mapping[str, Any], new: "NewTokens"
     ) -> torch.Tensor | None:
         """The layer's output, of this call or of an earlier one; None: of its first half alone, see `DecoderLayer.first_half`."""
-        angles, found = given["position_embeddings"], self._ahead.pop(layer, None)
+        angles, found = given[ANGLES], self._ahead.pop(layer, None)
         if found is not None and found.at == new.at:
             if found.angles is angles and layer.native.was_given(hidden):
                 return found.out
@@ -268,10 +251,8 @@ class LayersAhead:
         self, layer: "ServedLayer", paged: PagedLayer, hidden: torch.Tensor, given: Mapping[str, Any], new: "NewTokens"
     ) -> list[tuple["ServedLayer", PagedLayer, "NewTokens"]]:
         calls = [(layer, paged, new)]
-        for later in self._behind[layer][: self._at_once - 1]:
-            if self._alone_until.get(later, 0) > self._calls or not later.is_unheard:
-                break
-            if not (self._straight or _nothing_between(calls[-1][0], later)):
+        for later in self._behind[layer][: 0 if self.alone else self._at_once - 1]:
+            if self._alone_until.get(later, 0) > self._calls or not later.is_unheard or not _nothing_between(calls[-1][0], later):
                 break
             other, tokens = later.paged, later.new_tokens(hidden, given)
             if other is None or tokens is None or other.context is not paged.context:
@@ -386,7 +367,7 @@ class ServedLayer:
             out = ahead.output(self, paged, hidden, given, new)
         else:
             ahead.forget(self)
-            run_layers([CalledLayer(self.native, new.places)], hidden, *given["position_embeddings"])
+            run_layers([CalledLayer(self.native, new.places)], hidden, *given[ANGLES])
         new.written()
         if paged is not None and out is not None:
             paged.computed_short(self.native.chosen)
@@ -418,7 +399,7 @@ class ServedLayer:
         """Where the new keys and values of each sequence go; None: hidden states or a cache that are the modules' business."""
         cache: Any = given.get(CACHE)
         count, running, index = hidden.shape[0], running_rows(), self.index
-        if not self.native.takes(hidden) or given["position_embeddings"][0].shape[0] != count:
+        if not self.native.takes(hidden) or given[ANGLES][0].shape[0] != count:
             return None
         if running is None and type(cache) is DynamicCache and count == 1 and index < len(cache.layers):
             only = cache.layers[index]

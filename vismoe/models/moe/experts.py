@@ -68,7 +68,7 @@ class PagedLayer:
 
     def computed(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """The same, in any pass."""
-        short = self._short()
+        short = self.short()
         if short is not None:
             out = short.run(self.context.step.phase, self.layer, hidden, index, factors)
             if out is not None:
@@ -94,7 +94,7 @@ class PagedLayer:
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[list[torch.Tensor], bool]:
         """As `ResidentLayers.run_layers`, for this layer and those that follow it."""
-        short = self._short()
+        short = self.short()
         return ([], False) if short is None else short.run_layers(self.context.step.phase, layers, hidden, angles)
 
     @property
@@ -102,7 +102,7 @@ class PagedLayer:
         """Whether this thread runs the pass; another one is refused by `run`."""
         return self.context.step.thread == threading.get_ident()
 
-    def _short(self) -> ResidentLayers | None:
+    def short(self) -> ResidentLayers | None:
         """What computes this layer without a demand if all its experts are resident; None: nothing may now."""
         context, step = self.context, self.context.step
         silent = step.beside or not context.lookahead_inputs.asks

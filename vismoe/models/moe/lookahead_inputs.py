@@ -81,7 +81,7 @@ class LookaheadInputs:
         charge = (lambda core_s: self._pager.asked(core_s)) if device.type == "cpu" else lambda core_s: None
         gpu = device if device.type == "cuda" else None
         self._ahead = BackgroundLookahead(lookahead, self._tell, inline, charge, gpu) if lookahead is not None else None
-        self._remembers = lookahead is not None and lookahead.remembers
+        self.remembers = lookahead is not None and lookahead.remembers  # what layers chose
 
     def serve(self, pager: Pager | None, critical: Critical | None) -> None:
         """Predict for this pager from now on (None: for none). `critical`: (layer, scores `[W, E]`, decoding) -> bool `[W, E]`,
@@ -104,7 +104,7 @@ class LookaheadInputs:
                 self.lookahead.begin_request()
             if self._ahead is not None:
                 self._ahead.begin_request()
-        if self._remembers or _for_training(recorder):
+        if self.remembers or _for_training(recorder):
             self._summary.begin_step(embeddings, None if kinds is None else kinds == TokenKind.VISUAL, new_sequence, dropping)
 
     def at_layer(
@@ -153,12 +153,12 @@ class LookaheadInputs:
 
     def at_resident_layer(self, layer: int, read: Callable[[], np.ndarray], kinds: np.ndarray | None) -> None:
         """What `at_layer` does in a decode pass where nothing is asked and nothing recorded. read: makes `chosen`."""
-        if self._remembers:
+        if self.remembers:
             chosen = read()
             self._observe(layer, chosen, kinds if kinds is not None and kinds.size == len(chosen) else None)
 
     def _observe(self, layer: int, chosen: np.ndarray, kinds: np.ndarray | None) -> None:
-        if self._remembers and self.lookahead is not None:
+        if self.remembers and self.lookahead is not None:
             alone = kinds is None or len(chosen) == 1
             self.lookahead.observe(layer, chosen if alone else chosen[kinds != TokenKind.PAD])
 

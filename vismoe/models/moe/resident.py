@@ -6,11 +6,13 @@ something. `of` makes it for what it fits: the CPU kernels, slabs of one format,
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 
-from vismoe.kernels.decoder_layer import Asked, Cached, CalledLayer, DecoderLayer, run_layers
+from vismoe.kernels.decoder_layer import Asked, Cached, CalledLayer, DecoderLayer, LayerChain, run_layers
 from vismoe.kernels.resident import LayerArrays, ResidentLayer
 from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.gpu_experts import GpuExperts
@@ -29,6 +31,18 @@ class Ran(NamedTuple):
     began_s: float
     computing_s: float
     ended_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Decoder layers that one call computes for the next token of a sequence, as long as its cache notes `mark`."""
+
+    owner: "ResidentLayers"
+    calls: LayerChain
+    layers: list[int]  # their numbers among the MoE layers
+    choices: np.ndarray  # int64 [layers]: of a token
+    of_tables: list[int]  # one layer for each page table
+    mark: object = field(default_factory=object)  # what the layers of its cache note
 
 
 class ResidentLayers:
@@ -118,6 +132,48 @@ class ResidentLayers:
             ran.append(Ran(layer, experts, tokens * native.router.chosen, began_s, at_s - experts_s, at_s))
         self._count(phase, ran, tokens)
         return [out for out, _ in made], begun
+
+    def chain(self, layers: Sequence[tuple[int, DecoderLayer]], places: Sequence[Cached]) -> Chain:
+        """Of these decoder layers, which follow one another, for tokens of one sequence behind these places."""
+        numbers, tables = [layer for layer, _ in layers], self._pager.core.table_of
+        of_tables = list({id(tables[layer]): layer for layer in numbers}.values())
+        table_of = [[tables[other] for other in of_tables].index(tables[layer]) for layer in numbers]
+        return Chain(
+            owner=self,
+            calls=LayerChain([(native, self._layers[layer]) for layer, native in layers], places, table_of),
+            layers=numbers,
+            choices=np.array([native.router.chosen for _, native in layers if native.router is not None]),
+            of_tables=of_tables,
+        )
+
+    @property
+    def may_chain(self) -> bool:
+        """Whether nothing wants to hear of each layer."""
+        return self._pager.timeline is None
+
+    def run_chain(
+        self, phase: Phase, chain: Chain, first: int, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], tokens: int
+    ) -> tuple[int, bool]:
+        """As `LayerChain.run`; the layers that have an output count as `run_layers` counts them."""
+        calls, begun = chain.calls, False
+
+        def compute(weights: list[float], tick: int) -> list[int]:
+            nonlocal begun
+            made, begun = calls.run(first, hidden, angles, tokens, weights, tick)
+            found: list[int] = calls.found[first : first + made].tolist()
+            return found
+
+        began_s, layers = time.perf_counter(), chain.layers[first:]
+        wanted = self._pager.in_chain(layers, chain.of_tables, compute)
+        made = len(wanted)
+        if made:
+            spent = calls.seconds[first : first + made]
+            next_s = calls.seconds[first + made, 0] if begun else 0.0
+            control_s = (time.perf_counter() - began_s - next_s - spent.sum()) / made
+            experts_s = spent[:, 1]
+            amounts = np.array([np.ones(made), wanted, chain.choices[first : first + made], experts_s, experts_s + control_s])
+            self._pager.metrics.count_resident(phase, layers[:made], amounts.T)
+        return made, begun
 
     def _count(self, phase: Phase, ran: Sequence[Ran], tokens: int) -> None:
         pager = self._pager

@@ -26,12 +26,23 @@ from vismoe.models.family.caches import CACHE, CACHE_NAMES, cache_in, windows
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.family.mtp import of_mtp
-from vismoe.models.moe.decoder_layers import EVERYWHERE, Event, LayersAhead, LayerWatch, ServedLayer, Things, listens, served_by
+from vismoe.models.moe.decoder_layers import (
+    ANGLES,
+    EVERYWHERE,
+    Event,
+    LayersAhead,
+    LayerWatch,
+    ServedLayer,
+    Things,
+    listens,
+    served_by,
+)
 from vismoe.models.moe.own_forward import give_forward
+from vismoe.models.moe.straight_layers import StraightLayers
 from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.types import stack_of
 
-IDS, MASK, POSITIONS, ANGLES = "input_ids", "attention_mask", "position_ids", "position_embeddings"
+IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 CHANGING = frozenset({IDS, MASK, POSITIONS, *CACHE_NAMES})  # arguments that differ from token to token
 OF_PASS = frozenset({POSITIONS, ANGLES, *CACHE_NAMES})  # those of layers that do
 OUTPUTS = frozenset({"logits", "rope_deltas", *CACHE_NAMES})  # of which deltas stay as they are for the tokens of a cache
@@ -69,6 +80,7 @@ class TokenPasses:
     watch: LayerWatch
     ahead: LayersAhead
     begins: Sequence[Callable[..., Any]]
+    straight: StraightLayers
     courses: "weakref.WeakKeyDictionary[Any, Course | None]" = field(default_factory=weakref.WeakKeyDictionary)  # by their cache
 
     def run(self, model: Any, kwargs: dict[str, Any]) -> Any:
@@ -85,11 +97,11 @@ class TokenPasses:
         hidden = course.embed.forward(kwargs[IDS])
         angles = course.rotary.forward(hidden, course.row(_positions(kwargs)))
         of_layers = {**course.of_layers, CACHE: cache, ANGLES: angles}
-        if not self.watch.fit(of_layers) or not all(layer.make_room(1) for layer in cache.layers):
+        if not self.watch.fit(of_layers) or not self.straight.have_room(cache):
             return None
         for begin in self.begins:
             begin(self.decoder, (), {"inputs_embeds": hidden, CACHE: cache})
-        hidden = self.ahead.through(self.layers, hidden, of_layers)
+        hidden = self.straight.through(hidden, of_layers)
         return course.output(logits=course.head.forward(course.norm.forward(hidden)), **{CACHE: cache})
 
     def _is_as_watched(self, course: Course) -> bool:
@@ -173,7 +185,8 @@ def serve_token_passes(model: nn.Module) -> bool:
     if not served or len(served) < len(layers) or windows(decoder.config) or next(iter(signature.parameters)) != IDS:
         return False
     (_, watch, ahead), begins = served[0], list(decoder._forward_pre_hooks.values())
-    passes = TokenPasses(stacks[0], decoder, [layer for layer, _, _ in served], watch, ahead, begins)
+    straight = StraightLayers([layer for layer, _, _ in served], ahead)
+    passes = TokenPasses(stacks[0], decoder, [layer for layer, _, _ in served], watch, ahead, begins, straight)
     give_forward([(model, passes)], _forward)
     model.forward.__signature__ = signature  # type: ignore[attr-defined]  # generate() asks for the names of arguments
     return True

@@ -1,0 +1,90 @@
+"""A decoder's layers in passes of one token between which nothing runs (token_passes.py).
+
+From the first layer on behind which all have paged experts, one call computes all layers whose experts are resident; what is said
+of them stays from token to token. Where an expert is missing the layer demands it, and the next call goes on behind that layer.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from vismoe.kernels.decoder_layer import Cached
+from vismoe.models.family.caches import CACHE
+from vismoe.models.moe.decoder_layers import ANGLES, LayersAhead, ServedLayer
+from vismoe.models.moe.experts import PagedLayer
+from vismoe.models.moe.resident import Chain, ResidentLayers
+from vismoe.models.visual.growing_cache import GrowingLayer
+
+
+class StraightLayers:
+    """All layers of one decoder."""
+
+    def __init__(self, layers: Sequence[ServedLayer], ahead: LayersAhead):
+        self._layers, self._ahead = layers, ahead
+        self._first = 1 + max((place for place, layer in enumerate(layers) if layer.paged is None), default=-1)
+        chained = layers[self._first :]
+        self._paged = [cast(PagedLayer, layer.paged) for layer in chained]
+        experts = [cast(nn.Module, layer.experts) for layer in chained]
+        self._listeners = [hooks for one in experts for hooks in (one._forward_pre_hooks, one._forward_hooks)]
+        self._kept = [layer.index for layer in chained]  # where their keys and values are in a cache
+        self._chains: weakref.WeakKeyDictionary[Any, Chain] = weakref.WeakKeyDictionary()  # by the cache whose layers note it
+
+    def have_room(self, cache: Any) -> bool:
+        """Whether all layers of a cache take one more token."""
+        chain, tokens = self._chains.get(cache), cache.layers[0].tokens
+        mark = chain.mark if chain is not None and tokens < chain.calls.room else None
+        return all((mark is not None and layer.noted is mark) or layer.make_room(1) for layer in cache.layers)
+
+    def through(self, hidden: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+        """The output `[1, 1, H]` of the last layer, in memory that the next pass writes anew. `LayerWatch.fit` has looked at what
+        layers are given, and their cache has room."""
+        cache, place = given[CACHE], 0
+        self._ahead.alone = True
+        try:
+            while place < len(self._layers):
+                made, hidden = self._chained(place, hidden, given[ANGLES], cache)
+                place += made
+                if place < len(self._layers):
+                    out = self._layers[place].run(hidden, given, self._ahead)
+                    assert out is not None, f"layer {place} does not take what it took before"
+                    hidden, place = out, place + 1
+        finally:
+            self._ahead.alone = False
+        return hidden
+
+    def _chained(
+        self, place: int, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], cache: Any
+    ) -> tuple[int, torch.Tensor]:
+        """(how many layers from this place on one call has computed, the output of the last one, or else what was given)."""
+        at, short = place - self._first, None if place < self._first else self._paged[place - self._first].short()
+        if short is None or not short.may_chain or any(map(len, self._listeners)):
+            return 0, hidden
+        kept = [cache.layers[index] for index in self._kept]
+        context, tokens, chain = self._paged[at].context, kept[at].tokens, self._chains.get(cache)
+        if chain is None or chain.owner is not short or not all(layer.noted is chain.mark for layer in kept[at:]):
+            chain = self._chains[cache] = self._noted(short, kept)
+        if not all(layer.tokens == tokens for layer in kept[at:]):
+            return 0, hidden
+        made, begun = short.run_chain(context.step.phase, chain, at, hidden, angles, tokens + 1)
+        for layer in kept[at : at + made]:
+            layer.one_more()
+        if context.lookahead_inputs.remembers:
+            for n, paged in enumerate(self._paged[at : at + made], at):
+                paged.computed_short(partial(chain.calls.chosen, n))
+        if begun:
+            chain.calls.leave(at + made)
+            self._ahead.begun(self._layers[place + made], angles, kept[at + made].next_at())
+        return made, chain.calls.output(at + made - 1) if made else hidden
+
+    def _noted(self, short: ResidentLayers, kept: Sequence[GrowingLayer]) -> Chain:
+        """A chain of all layers, which their keys and values note."""
+        chained = self._layers[self._first :]
+        calls = [(paged.layer, layer.native) for paged, layer in zip(self._paged, chained)]
+        chain = short.chain(calls, [Cached(*layer.place()) for layer in kept])
+        for layer in kept:
+            layer.noted = chain.mark
+        return chain

@@ -61,12 +61,14 @@ class Twin:
 
     @torch.inference_mode()
     def passes(self, prompts: torch.Tensor, steps: list[int]) -> list[torch.Tensor]:
-        """Logits of a prompt `[B, S]` and of steps of so many tokens each."""
+        """Logits of a prompt `[B, S]` and of steps of so many tokens each, with their positions."""
         out = self.model(prompts, use_cache=True)
         logits, cache = [out.logits], cache_in(out)
         for tokens in steps:
             following = logits[-1][:, -1].argmax(-1, keepdim=True).expand(-1, tokens).contiguous()
-            logits.append(self.model(following, use_cache=True, **{CACHE: cache}).logits)
+            at = torch.arange(tokens)[None] + cache.get_seq_length()
+            given = {"position_ids": at.expand(len(prompts), -1), CACHE: cache}
+            logits.append(self.model(following, use_cache=True, **given).logits)
         return logits
 
     def state(self) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ from vismoe.kernels import cpu
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.moe.token_passes import TokenPasses, serve_token_passes
 from vismoe.models.visual import growing_cache
-from vismoe.models.visual.growing_cache import grow_in_place, release_room
+from vismoe.models.visual.growing_cache import GrowingLayer, grow_in_place, release_room
 
 pytestmark = pytest.mark.skipif(cpu.available() == ("portable",), reason="this processor has no attention kernel")
 
@@ -45,6 +45,11 @@ def straight(monkeypatch) -> list[bool]:
     monkeypatch.setattr(TokenPasses, "run", note)
     monkeypatch.setattr(TokenPasses, "_watched", watch)
     return passes
+
+
+def next_token(model, cache, token: int, **given):
+    given = {"position_ids": torch.tensor([[cache.get_seq_length()]]), CACHE: cache} | given
+    return model(torch.tensor([[token]]), use_cache=True, **given)
 
 
 # ------------------------------------------------------------------ with paged experts
@@ -110,7 +115,7 @@ def test_two_sequences_by_turns_and_one_that_parts(tmp_path, straight):
             if step == 5:
                 caches.append(copy.deepcopy(caches[0]))
             for cache in caches:
-                of_twin.append(twin.model(torch.tensor([[7 + step]]), use_cache=True, **{CACHE: cache}).logits)
+                of_twin.append(next_token(twin.model, cache, 7 + step).logits)
         logits.append(of_twin)
     assert all(map(torch.equal, *logits)) and straight.count(True) >= 13
 
@@ -152,10 +157,58 @@ def test_keys_and_values_are_read_where_they_lie(twins, move, straight, monkeypa
             if step in (9, 17):
                 move(cache)
                 gc.collect()
-                torch.full((64, 64, 64), torch.nan)  # where memory was given back
-            of_twin.append(twin.model(torch.tensor([[7 + step]]), use_cache=True, **{CACHE: cache}).logits)
+            of_twin.append(next_token(twin.model, cache, 7 + step).logits)
         logits.append(of_twin)
     assert all(map(torch.equal, *logits)) and straight.count(True) >= 18
+
+
+def test_passes_with_misses_in_and_out_of_inference_mode(tmp_path, straight):
+    twins = served_twins(tmp_path, memory="60%")
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        logits = []
+        for twin in twins:
+            with mode():
+                cache = cache_in(twin.model(torch.arange(3, 30)[None], use_cache=True))
+                logits.append([next_token(twin.model, cache, 7 + step).logits for step in range(8)])
+        assert all(map(torch.equal, *logits))
+    assert straight.count(True) >= 15 and twins[0].pager.metrics.snapshot().total("misses") > 0
+
+
+@torch.inference_mode()
+def test_a_cache_holds_nothing_of_experts_that_no_longer_serve(tmp_path, straight):
+    ours, _ = served_twins(tmp_path)
+    cache = cache_in(ours.model(torch.arange(3, 30)[None], use_cache=True))
+    for step in range(5):
+        next_token(ours.model, cache, 7 + step)
+    pool = weakref.ref(ours.pager.tables[0].pool)
+    ours.context._short = ours.pager = None
+    ours.context.stop_serving()
+    gc.collect()
+    assert straight[-1] and cache is not None and pool() is None
+
+
+@torch.inference_mode()
+def test_an_interrupted_pass_is_computed_again(tmp_path, monkeypatch):
+    logits, own = [], GrowingLayer.one_more
+    for twin in served_twins(tmp_path):
+        cache = cache_in(twin.model(torch.arange(3, 30)[None], use_cache=True))
+        of_twin = [next_token(twin.model, cache, 7 + step).logits for step in range(5)]
+        for place in (0, 1):  # the layer whose token is not counted any more
+            layers = list(cache.layers)
+
+            def interrupted(layer, after=layers[place]):
+                if layer is after:
+                    raise KeyboardInterrupt
+                own(layer)
+
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(GrowingLayer, "one_more", interrupted)
+                next_token(twin.model, cache, 20)
+            for layer in layers[:place]:  # what a caller does who goes on: to the tokens before
+                layer.crop(-1)
+            of_twin += [next_token(twin.model, cache, 20 + step).logits for step in range(4)]
+        logits.append(of_twin)
+    assert all(map(torch.equal, *logits))
 
 
 def test_a_model_ends_with_its_last_reference(tmp_path, straight):
@@ -192,8 +245,7 @@ class Pair:
 
     def passes(self, count: int = 3, **given) -> list[list]:
         return [
-            [model(torch.tensor([[5 + n]]), use_cache=True, **{CACHE: cache}, **given) for n in range(count)]
-            for model, cache in zip(self.models, self.caches)
+            [next_token(model, cache, 5 + n, **given) for n in range(count)] for model, cache in zip(self.models, self.caches)
         ]
 
     def assert_same(self, count: int = 3, **given) -> None:
@@ -300,10 +352,6 @@ def with_a_changed_weight(model):
     model.model.norm.weight.data = model.model.norm.weight * 2
 
 
-def in_another_type(model):
-    model.float()
-
-
 CHANGES = [with_another_head, with_a_forward_of_its_own, with_a_decoder_of_its_own, with_an_adapted_layer, with_a_layer_less]
 CHANGES += [with_another_order, with_other_embeddings, with_a_changed_weight]
 
@@ -340,15 +388,45 @@ OPTIONS = {
     "router logits": {"output_router_logits": True},
     "no dictionary": {"return_dict": False},
     "some logits": {"logits_to_keep": 1},
-    "positions": {"position_ids": torch.tensor([[40]])},
+    "other positions": {"position_ids": torch.tensor([[40]])},
+    "no positions": {"position_ids": None},
+    "positions of all kinds": {"position_ids": torch.tensor([[[40]]])},
+    "a list": {"unknown": [torch.ones(2)]},
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_other_arguments_are_understood(pair, option, straight):
     pair.assert_same(2, **OPTIONS[option])
-    assert any(straight) == (option == "positions")
+    assert any(straight) == (option == "other positions")
     pair.assert_same(2)
+
+
+@pytest.mark.parametrize("setting", ["output_hidden_states", "output_router_logits"])
+def test_a_setting_of_the_model_is_followed_at_once(pair, setting, straight):
+    for model in pair.models:
+        setattr(model.config, setting, True)
+    pair.assert_same(2)
+    assert not any(straight)
+    ours, theirs = (out[-1] for out in pair.passes(1))
+    assert ours.keys() == theirs.keys() > {"logits", CACHE}
+
+
+PLACED = [torch.tensor([[40]]), torch.tensor([[[40]]]), torch.full((3, 1, 1), 40), torch.full((4, 1, 1), 40), None]
+
+
+@pytest.mark.parametrize("first", range(4))
+@torch.inference_mode()
+def test_positions_of_other_kinds_than_those_watched(tmp_path_factory, first, straight):
+    """Of a model that has positions of text, time, height and width, behind a prompt with a picture."""
+    family, logits = "qwen3_vl_moe", []
+    inputs = tiny_models.prompt(family, dtype=torch.bfloat16)
+    for twin in served_twins(tmp_path_factory.mktemp("positions"), family):
+        cache, of_twin = cache_in(twin.model(**inputs, use_cache=True)), []
+        for positions in [PLACED[first]] * 4 + PLACED + [PLACED[first]] * 2:
+            of_twin.append(next_token(twin.model, cache, 7, position_ids=positions).logits)
+        logits.append(of_twin)
+    assert all(map(torch.equal, *logits)) and straight[-2:] == [True, True] and straight.count(True) >= 5
 
 
 @pytest.mark.parametrize("hidden", [True, False])

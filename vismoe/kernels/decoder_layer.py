@@ -155,6 +155,7 @@ _UNKNOWN: WeakPair = (lambda: None, lambda: None)
 class _Room:
     """What a call for n tokens says and writes of a layer."""
 
+    @torch.inference_mode(False)  # whose tensors nothing may write into outside of it
     def __init__(self, layer: int, n: int, inputs: int, router: Router | None, dtype: torch.dtype):
         self.n, self.rows = n, (_CachedRow * n)()
         self._known = [_UNKNOWN] * n
@@ -248,7 +249,7 @@ class DecoderLayer:
         return hidden.nbytes == nbytes and not _memcmp(hidden.data_ptr(), given.data_ptr(), nbytes)
 
     def take_over(self, room: "_Room") -> None:
-        """Let this thread's latest `run_layers` be the call for one token that wrote this memory."""
+        """Copy what a call for one token wrote there to where `first_half` and `was_given` of this thread look."""
         own = self._room(1)
         own.given.copy_(room.given)
         for ours, theirs in zip(own.first_half, room.first_half):
@@ -308,7 +309,8 @@ class LayerChain:
     def __init__(self, layers: Sequence[tuple[DecoderLayer, ResidentLayer]], places: Sequence[Cached], tables: Sequence[int]):
         self._layers, self._rooms = layers, list[_Room]()
         self.room = min(keys.shape[2] for keys, _, _ in places)
-        self._outs = torch.empty(len(layers), 1, 1, layers[0][0].shape.inputs, dtype=layers[0][0].dtype)
+        with torch.inference_mode(False):
+            self._outs = torch.empty(len(layers), 1, 1, layers[0][0].shape.inputs, dtype=layers[0][0].dtype)
         for (native, experts), place, out in zip(layers, places, self._outs, strict=True):
             room = _Room(native._at, 1, native.shape.inputs, native.router, native.dtype)
             room.say([place], Asked(experts, 0.0, 0))

@@ -163,9 +163,11 @@ class Pager:
     def in_chain(
         self, layers: Sequence[int], of_tables: Sequence[int], compute: Callable[[list[float], int], Sequence[int]]
     ) -> Sequence[int]:
-        """The same for layers that follow one another, without what their experts are. of_tables: one layer for each page table.
-        `compute(weights, tick)` computes as many layers as it can, counts the uses of their experts by the weight of their table,
-        in each layer a tick later, and returns how many experts each of them wanted."""
+        """As `without_demand` for layers that follow one another, where it is enough to know how many experts each wanted.
+
+        of_tables: one layer for each page table. `compute(weights, tick)` computes as many layers as it can, counts the uses of
+        their experts by the weight of their table, in each layer a tick later, and returns how many experts each wanted.
+        """
         return self.changes.make(self._in_chain, layers, of_tables, compute)
 
     def _in_chain(

@@ -225,9 +225,9 @@ VISMOE_API std::size_t vismoe_decoder_layers(CalledLayer* const* calls, std::siz
   return count;
 }
 
-// The same for the token of one sequence, which is its number `tokens` in every layer: uses of experts count what `weights` has at
-// the layer's place in `tables`, at `tick` in the first layer and one later in each that follows. Also writes, for each layer that was computed, `found`, and the
-// seconds [2] before its experts and of these.
+// The same for the token of one sequence, which is its number `tokens` in every layer: uses of experts of layer i count
+// weights[tables[i]], at tick + i. Also writes `found` of the layers that were computed and of the one where that ended, and seconds
+// [2] of each: before its experts, and of these if they were computed.
 VISMOE_API std::size_t vismoe_layer_chain(CalledLayer* const* calls, std::size_t count, const void* hidden, const void* cos,
                                           const void* sin, std::size_t turned, std::int64_t tokens, const double* weights,
                                           const std::int32_t* tables, double tick, std::int32_t* found, double* seconds) {

@@ -5,9 +5,10 @@ something. `of` makes it for what it fits: the CPU kernels, slabs of one format,
 """
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,7 +38,6 @@ class Ran(NamedTuple):
 class Chain:
     """Decoder layers that one call computes for the next token of a sequence, as long as its cache notes `mark`."""
 
-    owner: "ResidentLayers"
     calls: LayerChain
     layers: list[int]  # their numbers among the MoE layers
     choices: np.ndarray  # int64 [layers]: of a token
@@ -50,6 +50,7 @@ class ResidentLayers:
 
     def __init__(self, pager: Pager, layers: Sequence[ResidentLayer]):
         self._pager, self._layers = pager, layers
+        self.chains: weakref.WeakKeyDictionary[Any, Chain] = weakref.WeakKeyDictionary()  # by the cache whose layers note them
 
     @classmethod
     def of(cls, pager: Pager, backend: TorchExperts | FastExperts | GpuExperts) -> "ResidentLayers | None":
@@ -139,7 +140,6 @@ class ResidentLayers:
         of_tables = list({id(tables[layer]): layer for layer in numbers}.values())
         table_of = [[tables[other] for other in of_tables].index(tables[layer]) for layer in numbers]
         return Chain(
-            owner=self,
             calls=LayerChain([(native, self._layers[layer]) for layer, native in layers], places, table_of),
             layers=numbers,
             choices=np.array([native.router.chosen for _, native in layers if native.router is not None]),

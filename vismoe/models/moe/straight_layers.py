@@ -1,10 +1,10 @@
 """A decoder's layers in passes of one token between which nothing runs (token_passes.py).
 
-From the first layer on behind which all have paged experts, one call computes all layers whose experts are resident; what is said
-of them stays from token to token. Where an expert is missing the layer demands it, and the next call goes on behind that layer.
+One call computes as many layers as have all their experts resident, and what is said of them stays from token to token. Where an
+expert is missing the layer demands it, and the next call goes on behind that layer. Layers in front of one without paged experts
+are computed one by one.
 """
 
-import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -25,23 +25,27 @@ class StraightLayers:
 
     def __init__(self, layers: Sequence[ServedLayer], ahead: LayersAhead):
         self._layers, self._ahead = layers, ahead
+        # from where on all have paged experts
         self._first = 1 + max((place for place, layer in enumerate(layers) if layer.paged is None), default=-1)
         chained = layers[self._first :]
         self._paged = [cast(PagedLayer, layer.paged) for layer in chained]
         experts = [cast(nn.Module, layer.experts) for layer in chained]
         self._listeners = [hooks for one in experts for hooks in (one._forward_pre_hooks, one._forward_hooks)]
         self._kept = [layer.index for layer in chained]  # where their keys and values are in a cache
-        self._chains: weakref.WeakKeyDictionary[Any, Chain] = weakref.WeakKeyDictionary()  # by the cache whose layers note it
 
-    def have_room(self, cache: Any) -> bool:
-        """Whether all layers of a cache take one more token."""
-        chain, tokens = self._chains.get(cache), cache.layers[0].tokens
+    def takes(self, hidden: torch.Tensor, given: Mapping[str, Any]) -> bool:
+        """Whether layers compute hidden `[1, 1, H]` with what `LayerWatch.fit` has looked at, and all have room for a token."""
+        (cos, sin), cache = given[ANGLES], given[CACHE]
+        return cos.shape[0] == sin.shape[0] == 1 and self._layers[0].native.takes(hidden) and self._have_room(cache)
+
+    def _have_room(self, cache: Any) -> bool:
+        short = self._paged[0].context.step.short if self._paged else None
+        chain, tokens = None if short is None else short.chains.get(cache), cache.layers[0].tokens
         mark = chain.mark if chain is not None and tokens < chain.calls.room else None
         return all((mark is not None and layer.noted is mark) or layer.make_room(1) for layer in cache.layers)
 
     def through(self, hidden: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-        """The output `[1, 1, H]` of the last layer, in memory that the next pass writes anew. `LayerWatch.fit` has looked at what
-        layers are given, and their cache has room."""
+        """The output `[1, 1, H]` of the last layer, in memory that the next pass writes anew. `takes` has said yes."""
         cache, place = given[CACHE], 0
         self._ahead.alone = True
         try:
@@ -49,9 +53,11 @@ class StraightLayers:
                 made, hidden = self._chained(place, hidden, given[ANGLES], cache)
                 place += made
                 if place < len(self._layers):
-                    out = self._layers[place].run(hidden, given, self._ahead)
-                    assert out is not None, f"layer {place} does not take what it took before"
-                    hidden, place = out, place + 1
+                    layer = self._layers[place]
+                    out, module = layer.run(hidden, given, self._ahead), layer.module()
+                    assert module is not None, "the model's parts are as they were watched"
+                    hidden = type(module).forward(module, hidden, **given) if out is None else out
+                    place += 1
         finally:
             self._ahead.alone = False
         return hidden
@@ -64,20 +70,18 @@ class StraightLayers:
         if short is None or not short.may_chain or any(map(len, self._listeners)):
             return 0, hidden
         kept = [cache.layers[index] for index in self._kept]
-        context, tokens, chain = self._paged[at].context, kept[at].tokens, self._chains.get(cache)
-        if chain is None or chain.owner is not short or not all(layer.noted is chain.mark for layer in kept[at:]):
-            chain = self._chains[cache] = self._noted(short, kept)
-        if not all(layer.tokens == tokens for layer in kept[at:]):
-            return 0, hidden
-        made, begun = short.run_chain(context.step.phase, chain, at, hidden, angles, tokens + 1)
+        context, chain = self._paged[at].context, short.chains.get(cache)
+        if chain is None or not all(layer.noted is chain.mark for layer in kept[at:]):
+            chain = short.chains[cache] = self._noted(short, kept)
+        made, begun = short.run_chain(context.step.phase, chain, at, hidden, angles, kept[at].tokens + 1)
+        if begun:
+            chain.calls.leave(at + made)
+            self._ahead.begun(self._layers[place + made], angles, kept[at + made].next_at())
         for layer in kept[at : at + made]:
             layer.one_more()
         if context.lookahead_inputs.remembers:
             for n, paged in enumerate(self._paged[at : at + made], at):
                 paged.computed_short(partial(chain.calls.chosen, n))
-        if begun:
-            chain.calls.leave(at + made)
-            self._ahead.begun(self._layers[place + made], angles, kept[at + made].next_at())
         return made, chain.calls.output(at + made - 1) if made else hidden
 
     def _noted(self, short: ResidentLayers, kept: Sequence[GrowingLayer]) -> Chain:

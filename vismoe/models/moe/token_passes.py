@@ -1,12 +1,12 @@
 """Passes of one token through a whole model without transformers' code between its modules.
 
-Behind a token's weights, which push the interpreter's memory out of the caches, that code takes 1 ms and 50 us a layer. The first
+That code takes 1 ms and 50 us a layer, since a token's weights have pushed the interpreter's memory out of the caches. The first
 such pass with a cache runs it and is watched: embeddings of the token go to the layers, one after another, with the angles that a
-rotary embedding makes of the positions; their output goes to a norm, and on to the head. If nothing else happens to these
-numbers, bit for bit, later passes with this cache call these modules alone, and before the decoder the hooks of ours.
+rotary embedding makes of the positions; their output goes to a norm, and on to the head. If every module got what the one before
+it had made, bit for bit, later passes with this cache call these modules alone, and before the decoder the hooks of ours.
 
-Transformers' code runs where a pass has other arguments, a mask that hides a token or a cache without room, and after a module,
-its forward or its hooks have changed.
+Transformers' code runs where a pass has other arguments, no positions, a mask that hides a token or a cache without room, and
+after a module, a forward, a hook or a setting of the model has changed.
 """
 
 import functools
@@ -45,7 +45,15 @@ from vismoe.types import stack_of
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 CHANGING = frozenset({IDS, MASK, POSITIONS, *CACHE_NAMES})  # arguments that differ from token to token
 OF_PASS = frozenset({POSITIONS, ANGLES, *CACHE_NAMES})  # those of layers that do
-OUTPUTS = frozenset({"logits", "rope_deltas", *CACHE_NAMES})  # of which deltas stay as they are for the tokens of a cache
+OUTPUTS = frozenset({"logits", "rope_deltas", *CACHE_NAMES})  # deltas are those of the latest prompt, and made into positions
+SETTINGS = (
+    "output_hidden_states",
+    "output_attentions",
+    "output_router_logits",
+    "return_dict",
+    "use_cache",
+)  # without an argument
+WATCHES = 3  # of passes with a cache, until one shows a course
 Row = Callable[[torch.Tensor], torch.Tensor]
 # What a rotary embedding may get of positions `[1, 1]`, and of `[n, 1, 1]` that may have those of text before others.
 ROWS: Mapping[int, Sequence[Row]] = {
@@ -62,11 +70,12 @@ class Course:
     of_layers: Mapping[str, Any]
     embed: nn.Module
     rotary: nn.Module
-    row: Row  # of the model's positions
+    positions: torch.Size  # of the model
+    row: Row  # of these
     norm: nn.Module
     head: nn.Module
     output: Callable[..., ModelOutput]
-    parts: Things  # modules and their forwards
+    parts: Things  # modules, their forwards, and settings
     hooks: Sequence[Mapping[Any, Any]]  # of modules that would run
 
 
@@ -81,23 +90,26 @@ class TokenPasses:
     ahead: LayersAhead
     begins: Sequence[Callable[..., Any]]
     straight: StraightLayers
-    courses: "weakref.WeakKeyDictionary[Any, Course | None]" = field(default_factory=weakref.WeakKeyDictionary)  # by their cache
+    # By their cache; before there is a course, how many passes were watched.
+    courses: "weakref.WeakKeyDictionary[Any, Course | int]" = field(default_factory=weakref.WeakKeyDictionary)
 
     def run(self, model: Any, kwargs: dict[str, Any]) -> Any:
         """The model's output; None: its own code must run."""
         cache = cache_in(kwargs)
         if torch.is_grad_enabled() or not _is_one_token(kwargs, cache):
             return None
-        if cache not in self.courses:
-            self.courses[cache] = None
-            return self._watched(model, kwargs, cache)
-        course = self.courses[cache]
-        if course is None or not _alike(course.given, _staying(kwargs)) or not self._is_as_watched(course):
+        course = self.courses.get(cache, 0)
+        if isinstance(course, int):
+            self.courses[cache] = course + 1
+            return self._watched(model, kwargs, cache) if course < WATCHES else None
+        positions = kwargs[POSITIONS]
+        same = positions.shape == course.positions and _alike(course.given, _staying(kwargs)) and self._is_as_watched(course)
+        if not same:
             return None
         hidden = course.embed.forward(kwargs[IDS])
-        angles = course.rotary.forward(hidden, course.row(_positions(kwargs)))
+        angles = course.rotary.forward(hidden, course.row(positions))
         of_layers = {**course.of_layers, CACHE: cache, ANGLES: angles}
-        if not self.watch.fit(of_layers) or not self.straight.have_room(cache):
+        if not self.watch.fit(of_layers) or not self.straight.takes(hidden, of_layers):
             return None
         for begin in self.begins:
             begin(self.decoder, (), {"inputs_embeds": hidden, CACHE: cache})
@@ -110,7 +122,7 @@ class TokenPasses:
 
     def _watched(self, model: Any, kwargs: dict[str, Any], cache: Any) -> Any:
         """A pass by transformers' code, which may set the course of those that follow."""
-        events, known = list[Event](), {**kwargs, POSITIONS: _positions(kwargs)}
+        events = list[Event]()
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             events.append(Event(module, args, kwargs, output))
@@ -124,7 +136,8 @@ class TokenPasses:
             self.ahead.events = None
             for hook in hooks:
                 hook.remove()
-        self.courses[cache] = self._course(model, known, events, output)
+        if (course := self._course(model, kwargs, events, output)) is not None:
+            self.courses[cache] = course
         return output
 
     def _course(self, model: Any, given: Mapping[str, Any], events: Sequence[Event], output: Any) -> Course | None:
@@ -153,6 +166,7 @@ class TokenPasses:
             of_layers=of_layers,
             embed=embed.module,
             rotary=rotary.module,
+            positions=given[POSITIONS].shape,
             row=row,
             norm=norm.module,
             head=head.module,
@@ -162,12 +176,14 @@ class TokenPasses:
         )
 
     def _parts(self, model: nn.Module, called: Sequence[nn.Module]) -> tuple[Things, Sequence[Mapping[Any, Any]]]:
-        """(modules on the way to these, and their forwards, their hooks)."""
+        """(modules on the way to these, their forwards, and settings of the model; all their hooks)."""
         names = self.path.split(".")
         within = [model.get_submodule(".".join(names[: n + 1])) for n in range(len(names))]
         lists = [one for one in self.decoder.children() if isinstance(one, nn.ModuleList)]
         held = [(one._modules, name) for one in (model, *within, *lists) for name in one._modules]
         held += [(one.__dict__, "forward") for one in (*within, *called)]
+        configs = (vars(one.config) for one in (model, self.decoder))
+        held += [(config, name) for config in configs for name in dict.fromkeys((*config, *SETTINGS))]
         hooks = [one._forward_hooks for one in (*within, *called)]
         hooks += [one._forward_pre_hooks for one in (*within, *called) if one is not self.decoder]
         return Things([holder for holder, _ in held], [name for _, name in held]), hooks
@@ -183,6 +199,8 @@ def serve_token_passes(model: nn.Module) -> bool:
     layers = [layer for one in decoder.children() if isinstance(one, nn.ModuleList) for layer in one]
     served = [found for found in map(served_by, layers) if found is not None]
     if not served or len(served) < len(layers) or windows(decoder.config) or next(iter(signature.parameters)) != IDS:
+        return False
+    if decoder._forward_pre_hooks.keys() != decoder._forward_pre_hooks_with_kwargs.keys():
         return False
     (_, watch, ahead), begins = served[0], list(decoder._forward_pre_hooks.values())
     straight = StraightLayers([layer for layer, _, _ in served], ahead)
@@ -204,24 +222,18 @@ def _is_one_token(given: Mapping[str, Any], cache: Any) -> bool:
     ids, mask, positions = given.get(IDS), given.get(MASK), given.get(POSITIONS)
     if type(cache) is not DynamicCache or not isinstance(ids, torch.Tensor) or ids.shape != (1, 1) or not ids.is_cpu:
         return False
-    if positions is not None and not (positions.ndim in ROWS and positions.shape[-2:] == (1, 1)):
+    if not isinstance(positions, torch.Tensor) or positions.ndim not in ROWS or positions.shape[-2:] != (1, 1):
         return False
-    if not cache.layers or not all(type(layer) is GrowingLayer for layer in cache.layers):
+    layers = cache.layers
+    tokens = layers[0].tokens if layers and type(layers[0]) is GrowingLayer else 0
+    if not tokens or not all(type(layer) is GrowingLayer and layer.tokens == tokens for layer in layers):
         return False
-    tokens = cache.layers[0].tokens
-    hides = mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == (1, tokens + 1) and bool(mask.all()))
-    return tokens > 0 and not hides
+    return mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (1, tokens + 1) and bool(mask.all()))
 
 
 def _staying(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that are the same for all tokens."""
     return {name: value for name, value in given.items() if name not in CHANGING and value is not None}
-
-
-def _positions(given: Mapping[str, Any]) -> torch.Tensor:
-    """Those that a model is given, or that of the token behind its cache's."""
-    positions: torch.Tensor | None = given.get(POSITIONS)
-    return torch.tensor([[cache_in(given).layers[0].tokens]]) if positions is None else positions
 
 
 def _row_given(rotary: Event, embedded: torch.Tensor, positions: torch.Tensor) -> Row | None:
@@ -240,12 +252,14 @@ def _same(ours: Any, theirs: Any) -> bool:
     typed = isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor) and ours.dtype is theirs.dtype
     if not typed or ours.shape != theirs.shape:
         return False
-    return torch.equal(*(part.contiguous().view(torch.uint8) for part in (ours, theirs)))
+    bits = [part.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for part in (ours, theirs)]
+    return ours.device == theirs.device and torch.equal(*bits)
 
 
 def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Whether arguments have the same names and values."""
-    return ours.keys() == theirs.keys() and all(
-        value is theirs[name] or _same(value, theirs[name]) or (not isinstance(value, torch.Tensor) and value == theirs[name])
-        for name, value in ours.items()
-    )
+    """Whether arguments have the same names and values, as far as these can be compared."""
+
+    def same(one: Any, other: Any) -> bool:
+        return one is other or _same(one, other) or (isinstance(one, bool | int | float | str) and bool(one == other))
+
+    return ours.keys() == theirs.keys() and all(same(value, theirs[name]) for name, value in ours.items())

@@ -20,9 +20,11 @@ from torch.nn.modules import module as everywhere
 
 from vismoe.kernels import cpu
 from vismoe.models.family.caches import CACHE, cache_in
+from vismoe.models.moe import straight_layers
 from vismoe.models.moe.token_passes import TokenPasses, serve_token_passes
 from vismoe.models.visual import growing_cache
 from vismoe.models.visual.growing_cache import GrowingLayer, grow_in_place, release_room
+from vismoe.timeline import Timeline
 
 pytestmark = pytest.mark.skipif(cpu.available() == ("portable",), reason="this processor has no attention kernel")
 
@@ -209,6 +211,27 @@ def test_an_interrupted_pass_is_computed_again(tmp_path, monkeypatch):
             of_twin += [next_token(twin.model, cache, 20 + step).logits for step in range(4)]
         logits.append(of_twin)
     assert all(map(torch.equal, *logits))
+
+
+@torch.inference_mode()
+def test_more_sequences_by_turns_than_chains_are_kept(twins, monkeypatch):
+    monkeypatch.setattr(straight_layers, "MOST_CHAINS", 2)
+    logits = []
+    for twin in twins:
+        caches = [cache_in(twin.model(torch.arange(3, 30 + n)[None], use_cache=True)) for n in range(3)]
+        logits.append([next_token(twin.model, cache, 7 + step).logits for step in range(6) for cache in caches])
+    assert all(map(torch.equal, *logits)) and len(twins[0].context._short.chains) <= 2
+
+
+@torch.inference_mode()
+def test_a_timeline_hears_of_every_layer(tmp_path, straight):
+    ours, theirs = served_twins(tmp_path)
+    for twin in (ours, theirs):
+        twin.passes(torch.arange(3, 30)[None], [1] * 5)
+        twin.pager.timeline = Timeline()
+        twin.passes(torch.arange(3, 30)[None], [1] * 5)
+    heard = [sum(span.name == "layer 1" for span in twin.pager.timeline.spans) for twin in (ours, theirs)]
+    assert straight[-1] and heard[0] == heard[1] > 5
 
 
 def test_a_model_ends_with_its_last_reference(tmp_path, straight):

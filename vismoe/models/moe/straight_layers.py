@@ -19,6 +19,8 @@ from vismoe.models.moe.experts import PagedLayer
 from vismoe.models.moe.resident import Chain, ResidentLayers
 from vismoe.models.visual.growing_cache import GrowingLayer
 
+MOST_CHAINS = 4  # of several sequences by turns, each with outputs of all layers: 0.8 MB for 48 of 2,048 numbers
+
 
 class StraightLayers:
     """All layers of one decoder."""
@@ -46,12 +48,14 @@ class StraightLayers:
 
     def through(self, hidden: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
         """The output `[1, 1, H]` of the last layer, in memory that the next pass writes anew. `takes` has said yes."""
-        cache, place = given[CACHE], 0
-        self._ahead.alone = True
+        place = 0
         try:
             while place < len(self._layers):
-                made, hidden = self._chained(place, hidden, given[ANGLES], cache)
-                place += made
+                short = self._short(place)
+                self._ahead.alone = short is not None
+                if short is not None:
+                    made, hidden = self._chained(short, place, hidden, given)
+                    place += made
                 if place < len(self._layers):
                     layer = self._layers[place]
                     out, module = layer.run(hidden, given, self._ahead), layer.module()
@@ -62,17 +66,20 @@ class StraightLayers:
             self._ahead.alone = False
         return hidden
 
+    def _short(self, place: int) -> ResidentLayers | None:
+        """What computes the layers from this place on by one call; None: each is computed as it would be in any pass."""
+        short = self._paged[place - self._first].short() if place >= self._first else None
+        return short if short is not None and short.may_chain and not any(map(len, self._listeners)) else None
+
     def _chained(
-        self, place: int, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], cache: Any
+        self, short: ResidentLayers, place: int, hidden: torch.Tensor, given: Mapping[str, Any]
     ) -> tuple[int, torch.Tensor]:
         """(how many layers from this place on one call has computed, the output of the last one, or else what was given)."""
-        at, short = place - self._first, None if place < self._first else self._paged[place - self._first].short()
-        if short is None or not short.may_chain or any(map(len, self._listeners)):
-            return 0, hidden
+        at, angles, cache = place - self._first, given[ANGLES], given[CACHE]
         kept = [cache.layers[index] for index in self._kept]
         context, chain = self._paged[at].context, short.chains.get(cache)
         if chain is None or not all(layer.noted is chain.mark for layer in kept[at:]):
-            chain = short.chains[cache] = self._noted(short, kept)
+            chain = self._noted(short, cache, kept)
         made, begun = short.run_chain(context.step.phase, chain, at, hidden, angles, kept[at].tokens + 1)
         if begun:
             chain.calls.leave(at + made)
@@ -84,11 +91,15 @@ class StraightLayers:
                 paged.computed_short(partial(chain.calls.chosen, n))
         return made, chain.calls.output(at + made - 1) if made else hidden
 
-    def _noted(self, short: ResidentLayers, kept: Sequence[GrowingLayer]) -> Chain:
-        """A chain of all layers, which their keys and values note."""
+    def _noted(self, short: ResidentLayers, cache: Any, kept: Sequence[GrowingLayer]) -> Chain:
+        """A chain of all layers, which their keys and values note; the oldest of others gives up its memory."""
         chained = self._layers[self._first :]
+        short.chains.pop(cache, None)
+        while len(short.chains) >= MOST_CHAINS:
+            del short.chains[next(iter(short.chains))]
         calls = [(paged.layer, layer.native) for paged, layer in zip(self._paged, chained)]
         chain = short.chain(calls, [Cached(*layer.place()) for layer in kept])
+        short.chains[cache] = chain
         for layer in kept:
             layer.noted = chain.mark
         return chain

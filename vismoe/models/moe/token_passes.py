@@ -46,13 +46,8 @@ IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 CHANGING = frozenset({IDS, MASK, POSITIONS, *CACHE_NAMES})  # arguments that differ from token to token
 OF_PASS = frozenset({POSITIONS, ANGLES, *CACHE_NAMES})  # those of layers that do
 OUTPUTS = frozenset({"logits", "rope_deltas", *CACHE_NAMES})  # deltas are those of the latest prompt, and made into positions
-SETTINGS = (
-    "output_hidden_states",
-    "output_attentions",
-    "output_router_logits",
-    "return_dict",
-    "use_cache",
-)  # without an argument
+# What a model's config says where no argument does.
+SETTINGS = ("output_hidden_states", "output_attentions", "output_router_logits", "return_dict", "use_cache")
 WATCHES = 3  # of passes with a cache, until one shows a course
 Row = Callable[[torch.Tensor], torch.Tensor]
 # What a rotary embedding may get of positions `[1, 1]`, and of `[n, 1, 1]` that may have those of text before others.
@@ -141,7 +136,7 @@ class TokenPasses:
         return output
 
     def _course(self, model: Any, given: Mapping[str, Any], events: Sequence[Event], output: Any) -> Course | None:
-        """What these events show, if they are all that happened to the numbers of a pass."""
+        """How passes go, if every module got what the one before it had made, and nothing else came out."""
         layers, cache = [layer.module() for layer in self.layers], cache_in(given)
         through = [event for event in events if event.module in layers]
         around = [event for event in events if event.module not in layers]

@@ -413,7 +413,6 @@ OPTIONS = {
     "some logits": {"logits_to_keep": 1},
     "other positions": {"position_ids": torch.tensor([[40]])},
     "no positions": {"position_ids": None},
-    "positions of all kinds": {"position_ids": torch.tensor([[[40]]])},
     "a list": {"unknown": [torch.ones(2)]},
 }
 

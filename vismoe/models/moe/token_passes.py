@@ -26,6 +26,7 @@ from vismoe.models.family.caches import CACHE, CACHE_NAMES, cache_in, windows
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.family.mtp import of_mtp
+from vismoe.models.inputs.prompts import TOKEN_KINDS
 from vismoe.models.moe.decoder_layers import (
     ANGLES,
     EVERYWHERE,
@@ -227,8 +228,10 @@ def _is_one_token(given: Mapping[str, Any], cache: Any) -> bool:
 
 
 def _staying(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are the same for all tokens."""
-    return {name: value for name, value in given.items() if name not in CHANGING and value is not None}
+    """The arguments that are the same for all tokens; of the kinds of a sequence's tokens, which some releases hand on at full
+    length, that of the token."""
+    kept = {name: value for name, value in given.items() if name not in CHANGING and value is not None}
+    return {name: value[..., -1:] if name in TOKEN_KINDS else value for name, value in kept.items()}
 
 
 def _row_given(rotary: Event, embedded: torch.Tensor, positions: torch.Tensor) -> Row | None:

@@ -139,7 +139,7 @@ class Metrics:
         now = {(phase, name): n for phase in Phase for name, n in since.computed_in(self._formats, phase).items()}
         return self._named_before + Counter(now)
 
-    def add(self, counter: str, phase: Phase, layer: int | list[int], amount: float = 1) -> None:
+    def add(self, counter: str, phase: Phase, layer: int, amount: float = 1) -> None:
         self._values[self._row[phase], layer, self._column[counter]] += amount
 
     def count_demand(self, phase: Phase, layer: int, hits: int, misses: int, late: int) -> None:
@@ -157,7 +157,7 @@ class Metrics:
         if absent:
             self.missed[layer, absent] += 1
 
-    def count_resident(self, phase: Phase, layers: Sequence[int], amounts: Any) -> None:
+    def count_resident(self, phase: Phase, layers: Sequence[int], amounts: Sequence[tuple[float, ...]] | np.ndarray) -> None:
         """Counts one step of each of these layers, which found all experts resident: amounts [n, RESIDENT], but `demanded`."""
         self._values[self._row[phase], np.array(layers)[:, None], self._resident] += amounts
 

@@ -345,19 +345,9 @@ class Residency:
 
     def hits(self, layers: Sequence[int], wanted: Sequence[int]) -> None:
         """`hit` for layers that followed one another, which wanted so many experts each, while nothing is promised."""
-        ran, phase = layers[: len(wanted)], self.phase
-        streamed: dict[Streaming, list[int]] = {}  # layers
-        for layer, experts in zip(ran, wanted):
-            self._next_layer[phase, self._entered] = layer
-            self._entered = layer
-            streaming = self.streaming[self.inventory.layers[layer].geometry]
-            streaming.demand(experts, 0)
-            streamed.setdefault(streaming, []).append(layer)
-        for streaming, its in streamed.items():
-            if streaming.possible:
-                self.metrics.add(streaming.verdict, phase, its)
-        self.running_layer = self._entered
-        self.tick += len(ran)
+        for layer, experts in zip(layers, wanted):
+            self.enter(layer, ())
+            self.demanded(layer, experts, 0)
         self.misses_this_layer = 0
 
     def demanded(self, layer: int, wanted: int, missed: int) -> None:

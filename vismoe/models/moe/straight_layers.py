@@ -26,7 +26,7 @@ class StraightLayers:
     """All layers of one decoder."""
 
     def __init__(self, layers: Sequence[ServedLayer], ahead: LayersAhead):
-        self._layers, self._ahead = layers, ahead
+        self.layers, self.ahead = layers, ahead
         # from where on all have paged experts
         self._first = 1 + max((place for place, layer in enumerate(layers) if layer.paged is None), default=-1)
         chained = layers[self._first :]
@@ -38,7 +38,7 @@ class StraightLayers:
     def takes(self, hidden: torch.Tensor, given: Mapping[str, Any]) -> bool:
         """Whether layers compute hidden `[1, 1, H]` with what `LayerWatch.fit` has looked at, and all have room for a token."""
         (cos, sin), cache = given[ANGLES], given[CACHE]
-        return cos.shape[0] == sin.shape[0] == 1 and self._layers[0].native.takes(hidden) and self._have_room(cache)
+        return cos.shape[0] == sin.shape[0] == 1 and self.layers[0].native.takes(hidden) and self._have_room(cache)
 
     def _have_room(self, cache: Any) -> bool:
         short = self._paged[0].context.step.short if self._paged else None
@@ -50,20 +50,20 @@ class StraightLayers:
         """The output `[1, 1, H]` of the last layer, in memory that the next pass writes anew. `takes` has said yes."""
         place = 0
         try:
-            while place < len(self._layers):
+            while place < len(self.layers):
                 short = self._short(place)
-                self._ahead.alone = short is not None
+                self.ahead.alone = short is not None
                 if short is not None:
                     made, hidden = self._chained(short, place, hidden, given)
                     place += made
-                if place < len(self._layers):
-                    layer = self._layers[place]
-                    out, module = layer.run(hidden, given, self._ahead), layer.module()
+                if place < len(self.layers):
+                    layer = self.layers[place]
+                    out, module = layer.run(hidden, given, self.ahead), layer.module()
                     assert module is not None, "the model's parts are as they were watched"
                     hidden = type(module).forward(module, hidden, **given) if out is None else out
                     place += 1
         finally:
-            self._ahead.alone = False
+            self.ahead.alone = False
         return hidden
 
     def _short(self, place: int) -> ResidentLayers | None:
@@ -83,7 +83,7 @@ class StraightLayers:
         made, begun = short.run_chain(context.step.phase, chain, at, hidden, angles, kept[at].tokens + 1)
         if begun:
             chain.calls.leave(at + made)
-            self._ahead.begun(self._layers[place + made], angles, kept[at + made].next_at())
+            self.ahead.begun(self.layers[place + made], angles, kept[at + made].next_at())
         for layer in kept[at : at + made]:
             layer.one_more()
         if context.lookahead_inputs.remembers:
@@ -93,7 +93,7 @@ class StraightLayers:
 
     def _noted(self, short: ResidentLayers, cache: Any, kept: Sequence[GrowingLayer]) -> Chain:
         """A chain of all layers, which their keys and values note; the oldest of others gives up its memory."""
-        chained = self._layers[self._first :]
+        chained = self.layers[self._first :]
         short.chains.pop(cache, None)
         while len(short.chains) >= MOST_CHAINS:
             del short.chains[next(iter(short.chains))]

@@ -31,9 +31,7 @@ from vismoe.models.moe.decoder_layers import (
     ANGLES,
     EVERYWHERE,
     Event,
-    LayersAhead,
     LayerWatch,
-    ServedLayer,
     Things,
     listens,
     served_by,
@@ -81,9 +79,7 @@ class TokenPasses:
 
     path: str  # of the decoder
     decoder: nn.Module
-    layers: Sequence[ServedLayer]
     watch: LayerWatch
-    ahead: LayersAhead
     begins: Sequence[Callable[..., Any]]
     straight: StraightLayers
     # By their cache; before there is a course, how many passes were watched.
@@ -125,11 +121,11 @@ class TokenPasses:
 
         beside = dict.fromkeys((model.get_input_embeddings(), model.get_output_embeddings(), *self.decoder.children()))
         hooks = [module.register_forward_hook(note, with_kwargs=True) for module in beside]
-        self.ahead.events = events
+        self.straight.ahead.events = events
         try:
             output = type(model).forward(model, **kwargs)
         finally:
-            self.ahead.events = None
+            self.straight.ahead.events = None
             for hook in hooks:
                 hook.remove()
         if (course := self._course(model, kwargs, events, output)) is not None:
@@ -138,7 +134,7 @@ class TokenPasses:
 
     def _course(self, model: Any, given: Mapping[str, Any], events: Sequence[Event], output: Any) -> Course | None:
         """How passes go, if every module got what the one before it had made, and nothing else came out."""
-        layers, cache = [layer.module() for layer in self.layers], cache_in(given)
+        layers, cache = [layer.module() for layer in self.straight.layers], cache_in(given)
         through = [event for event in events if event.module in layers]
         around = [event for event in events if event.module not in layers]
         if [event.module for event in through] != layers or len(around) != 4 or not isinstance(output, ModelOutput):
@@ -200,8 +196,7 @@ def serve_token_passes(model: nn.Module) -> bool:
         return False
     (_, watch, ahead), begins = served[0], list(decoder._forward_pre_hooks.values())
     straight = StraightLayers([layer for layer, _, _ in served], ahead)
-    passes = TokenPasses(stacks[0], decoder, [layer for layer, _, _ in served], watch, ahead, begins, straight)
-    give_forward([(model, passes)], _forward)
+    give_forward([(model, TokenPasses(stacks[0], decoder, watch, begins, straight))], _forward)
     model.forward.__signature__ = signature  # type: ignore[attr-defined]  # generate() asks for the names of arguments
     return True
 

@@ -38,7 +38,15 @@ POINTERS = {
         "tokens": "i32",
         "pairs": "i32",
     },
-    "combine": {"parts": "*fp32", "sums_of": "*i32", "count": "i32", "out": "*bf16"},
+    "combine": {
+        "parts": "*fp32",
+        "sums_of": "*i32",
+        "count": "i32",
+        "out": "*bf16",
+        "below": "*fp32",
+        "tiles": "*i64",
+        "pairs": "i32",
+    },
     "decode": {"encoded": "*u8", "slab": "*u8", "sections": "*i64"},
     "decode_many": {"records": "*i64", "ring": "*u8", "sections": "*i64"},
     "norm": {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "count": "i32"},
@@ -149,7 +157,13 @@ def main(capabilities: list[int], rows: list[int], formats: list[str]) -> None:
                 found.append({**about, **compiled(name, {**constants, **shape}, capability, block["num_warps"])})
         adding = {"HIDDEN": 2048, "ADDING": True, "BN": gpu.SUM_COLUMNS, "INTERPRETED": False}
         of_eight = {"EXPERTS": 128, "TOP_K": 8, "PAIRS": 64}
-        for name, constants in (("combine", adding), ("arrange", of_eight), ("arrange", {**of_eight, "slots": None})):
+        alone = {"below": None, "tiles": None}
+        for name, constants in (
+            ("combine", {**adding, **alone}),
+            ("combine", {**adding, "ADDING": False}),
+            ("arrange", of_eight),
+            ("arrange", {**of_eight, "slots": None}),
+        ):
             found.append({"format": None, "rows": None, **compiled(name, constants, capability)})
         ring = {"SECTIONS": 2, "SLOT_BYTES": 6 * 2048 * 768}
         for name, constants in (("decode", {"SECTIONS": 2}), ("decode_many", ring)):

@@ -19,13 +19,18 @@ from transformers.utils import output_capturing
 
 import vismoe
 from vismoe.models.family.caches import CACHE, cache_in
+from vismoe.models.family.forms import forms_of
+from vismoe.models.load import opening, runtime
 from vismoe.models.moe import attention, decode_graph
-from vismoe.models.moe.captured_decoder import CapturedDecoder, CudaGraphs, ExpertsCall
+from vismoe.models.moe.captured_decoder import CapturedDecoder, CudaGraphs
+from vismoe.models.moe.compute import FastExperts
 from vismoe.models.moe.decode_graph import is_served, serve_decode_graphs
+from vismoe.models.moe.experts_call import ExpertsCall
 from vismoe.models.visual import growing_cache
+from vismoe.paging.miss import Rates, Ways
 from vismoe.paging.pager import Pager
 from vismoe.paging.residency import Queued
-from vismoe.paging.transfer import DiskMover
+from vismoe.paging.transfer import DiskMover, EmulatedLinkMover
 from vismoe.types import ExpertId
 
 WARM, STEPS = 1, 5
@@ -55,7 +60,7 @@ class Served:
 
     def __init__(self, checkpoints, family="qwen3_moe", graphs=True, **settings):
         self.about, self.made, self.replays, self.family = [], [], 0, family
-        self.model = load(checkpoints[family], context=64, **settings, **WAITS)  # few chunks of attention
+        self.model = load(checkpoints[family], context=64, **{**WAITS, **settings})  # few chunks of attention
         self.runtime = vismoe.runtime_of(self.model)
         if not ON_GPU:
             assert attention.group_queries(self.model) is None
@@ -148,6 +153,55 @@ def read_all(mover, geometry, experts, slabs, pool):
     of = [ExpertId(layer.index, e) for layer in mover._stores[0].inventory.layers for e in range(layer.num_experts)]
     nbytes = sum(mover._stores[0].read(of[flat], pool.record(slab)) for flat, slab in zip(experts.tolist(), slabs.tolist()))
     return Queued(0.0, 0.0, nbytes)
+
+
+class QueueingLink(EmulatedLinkMover):
+    """It brings records at once, as far as what is queued behind them can tell."""
+
+    def can_queue(self, geometry, experts=None):
+        return experts is None or self.hosts[0].places_for_good(geometry, experts) is not None
+
+    def queue_all(self, geometry, experts, slabs, pool):
+        host = self.hosts[0]
+        for slab, place in zip(slabs.tolist(), host.places_for_good(geometry, experts).tolist()):
+            pool.alias(slab, host.pools[geometry], place)
+        return Queued(0.0, 0.0, len(slabs) * pool.record_bytes[0])
+
+
+@pytest.mark.budget(20)
+def test_the_cpu_computes_misses_of_a_step_and_all_are_added_in_ascending_order(checkpoints, plain, monkeypatch):
+    """The sums are compared bit by bit; what the CPU computes rounds otherwise, so the logits are only near those of the GPU."""
+    monkeypatch.setattr(runtime, "EmulatedLinkMover", QueueingLink)
+    link = {"misses": "auto"} if ON_GPU else {"emulated_link_bytes_per_s": 1e12}
+    served = Served(checkpoints, memory="20%", lookahead="none", **link)
+    if not ON_GPU:
+        experts = served.runtime.configuration.experts
+        kernels = opening._kernels(forms_of(served.model, experts.inventory), experts.inventory, experts.formats)
+        served.runtime.context.serving.backend.host = FastExperts(experts.inventory, kernels)
+    pager, replayed, of = served.runtime.pager, ExpertsCall.replayed, set()
+    pager.core.ways, pager.ways = Ways("auto", (Rates(1.0, 1.0),), in_steps_only=True), None
+
+    def compared(call, group, below=None):
+        out = replayed(call, group, below)
+        if below is not None:
+            of.add((len(group), len(below)))
+            ids, (parts, tiles, _) = call.ids.flatten().tolist(), call.on_host.parts
+            assert tiles[2].tolist() == [int(expert in group.experts) for expert in ids]
+            expected = torch.zeros(out.shape[1])
+            for expert in sorted(ids):
+                rows = call.on_host.rows if expert in below.experts else parts.cpu()
+                expected += rows[ids.index(expert)]
+            assert torch.equal(out[0].cpu(), expected.to(out.dtype))
+        return out
+
+    monkeypatch.setattr(ExpertsCall, "replayed", compared)
+    for tokens in (5, 9) * 3:
+        found = served.logits(tokens)[:, : 2 + WARM]  # greedy tokens may part later
+        assert (found - plain(tokens=tokens)[:, : 2 + WARM]).abs().max() < 0.1 * plain(tokens=tokens).std()
+    counts = pager.metrics.snapshot()
+    assert of and counts.total("computed_on_host") >= len(of) and counts.total("evictions")
+    assert "CUDA graphs for a token" in served.about[0]
+    pager.check_integrity()
 
 
 @pytest.mark.parametrize("seed", range(2 if SEARCHING else 1))

@@ -167,6 +167,30 @@ def test_the_device_arranges_the_choices_as_the_host_does(tokens, top_k):
     assert sums.tolist()[2 * tokens + 1 :][: len(pairs)] == pairs
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_pairs_that_are_computed_elsewhere_have_empty_tiles_and_are_added(ring):
+    """The address of their expert is the negative of another one's; a ring gets no record for them."""
+    ids, hidden = torch.tensor([[5, 2, 7, 2, 0]]), 1030
+    addresses = torch.arange(1, 9) * 64
+    addresses[[2, 7]] = -addresses[5]
+    slots = torch.arange(5) * 4096 + 2**20 if ring else None
+    tiles, sums = gpu.arrange(ids.to(DEVICE), addresses.to(DEVICE), 8, None if slots is None else slots.to(DEVICE))
+    here = torch.tensor([1, 0, 0, 0, 1])
+    assert torch.equal(tiles[2].cpu(), here)
+    if ring:
+        assert torch.equal(tiles[3].cpu(), addresses[ids[0]] * here)
+    else:
+        assert torch.equal(tiles[0].cpu(), addresses[ids[0]].abs())
+    rows = torch.randn(5, hidden)
+    parts, below = (torch.where(here[:, None] == one, rows, torch.nan).to(DEVICE) for one in (1, 0))
+    expected = torch.zeros(1, hidden)
+    for pair in (4, 1, 3, 0, 2):  # by ascending expert, then by place
+        expected += rows[pair]
+    out = torch.full((1, hidden), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    gpu.combine(parts, sums, 1, out, below=(below, tiles))
+    assert torch.equal(out.cpu(), expected.bfloat16())
+
+
 def test_every_pair_is_in_one_tile():
     starts, ends = np.array([0, 0, 5, 40]), np.array([0, 5, 40, 41])
     tiles = gpu.tiles_of(np.arange(4) * 64, starts, ends, 16)

@@ -1,4 +1,5 @@
-"""A layer of one token served in one step has the state and the counters of a demand, and stands aside where that does more."""
+"""A layer of one token served in one step has the state and the counters of a demand, and stands aside where that does more; or
+the CPU computes some of its misses."""
 
 import itertools
 import threading
@@ -27,10 +28,10 @@ TABLE = "slab_of expert_in layer_in state demanded ring streamed speculative bor
 class Queueing(Mover):
     """A device that queues every copy; each takes a second."""
 
-    by_demander, hosts = False, ()
+    by_demander = False
 
-    def __init__(self, at_once):
-        self.at_once, self.copies, self.refuses = at_once, [], False
+    def __init__(self, at_once, hosts=()):
+        self.at_once, self.hosts, self.copies, self.refuses = at_once, hosts, [], False
 
     def move(self, ticket, pool):
         return Moved(link_bytes=LAYOUT.record_bytes)
@@ -52,11 +53,31 @@ class Queueing(Mover):
         return Queued(began_s, float(len(self.copies)), len(slabs) * LAYOUT.record_bytes)
 
 
-def pager_of(at_once, slabs, order="lfu", **options):
-    return Pager(INVENTORY, (SlabPool(LAYOUT, slabs),), Queueing(at_once), order=order, threads=0, **options)
+class EveryRecord:
+    """A tier below the device that has all experts, each in the slab of its number."""
+
+    def __init__(self):
+        self.pools, self.held = (SlabPool(LAYOUT, LAYERS * EXPERTS),), set()
+
+    def has(self, experts):
+        return [True for _ in experts]
+
+    def hold(self, experts):
+        self.held |= set(experts)
+        return {expert: expert.layer * EXPERTS + expert.expert for expert in self.held}
+
+    def let_go(self):
+        self.held.clear()
+
+    def close(self):
+        pass
 
 
-def at_once(pager, layer, ids, compute=lambda group: group.experts):
+def pager_of(at_once, slabs, order="lfu", hosts=(), **options):
+    return Pager(INVENTORY, (SlabPool(LAYOUT, slabs),), Queueing(at_once, hosts), order=order, threads=0, **options)
+
+
+def at_once(pager, layer, ids, compute=lambda group, below: group.experts):
     return pager.at_once(layer, np.array(ids), compute, 0.0)
 
 
@@ -138,7 +159,7 @@ def test_what_the_link_refuses_fails_the_request_and_nothing_else(full):
 
 
 def test_an_interrupt_leaves_nothing_that_was_not_copied(full):
-    def interrupted(group):
+    def interrupted(group, below):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -149,18 +170,67 @@ def test_an_interrupt_leaves_nothing_that_was_not_copied(full):
     assert table.slab_of[6] < 0 and table.slab_of[7] < 0 and not table.demanded.any()
 
 
-def test_misses_that_the_cpu_would_compute_are_demanded():
-    slow = Ways("auto", (Rates(link_bytes_per_s=1.0, cpu_bytes_per_s=1e3),))
-    fast = Ways("auto", (Rates(link_bytes_per_s=1e3, cpu_bytes_per_s=1.0),))
-    assert fast.all_wait(0, TOP_K, 16, None) and not slow.all_wait(0, TOP_K, 16, None) and slow.all_wait(0, TOP_K, 16, 1e6)
-    assert not Ways("cpu", fast.rates).all_wait(0, 1, 16, None)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), slabs=st.integers(TOP_K, LAYERS * EXPERTS - 1))
+def test_the_cpu_computes_the_misses_that_were_used_least(data, slabs):
+    """By rates that give it as many as the link, rounded down; what it computes takes no slab, and is worth more afterwards."""
+    ways = Ways("auto", (Rates(1.0, 1e-9),), step_rates=(Rates(1.0, 0.9),), in_steps_only=True)
+    host = EveryRecord()
+    pager = pager_of(True, slabs, hosts=(host,), ways=ways)
+    table, copies, computed_there = pager.tables[0], pager.transfer._mover.copies, 0
+    pager.begin_step(Phase.DECODE)
+    for layer, first in itertools.product(range(LAYERS), (0, TOP_K, EXPERTS - TOP_K)):
+        with pager.demand(layer, range(first, first + TOP_K)) as demand:
+            assert not any(group.on_host for group in demand.groups(in_order=False)), "what is demanded waits"
+    for _ in range(data.draw(st.integers(1, 5), label="passes")):
+        pager.begin_step(Phase.DECODE)
+        for layer in range(LAYERS):
+            ids = data.draw(st.permutations(range(EXPERTS)), label="ids")[:TOP_K]
+            flat = {expert: layer * EXPERTS + expert for expert in ids}
+            missing = sorted(expert for expert in ids if table.slab_of[flat[expert]] < 0)
+            by_use = sorted(missing, key=lambda expert: (table.uses[flat[expert]], expert))
+            expected, before, uses = sorted(by_use[: len(missing) // 2]), len(copies), table.uses.copy()
+
+            def compute(group, below, expected=expected, ids=ids, flat=flat):
+                on_host = [] if below is None else below.experts
+                assert on_host == expected and group.experts == sorted(set(ids) - set(expected))
+                if below is not None:
+                    assert below.on_host and below.slabs.tolist() == [flat[expert] for expert in on_host] and host.held
+                    below.spans = [(0.0, ways.step_s(0, len(below), LAYOUT.record_bytes))]
+                return on_host
+
+            assert pager.may_serve_at_once(layer, TOP_K, by_cpu=True) and not pager.may_serve_at_once(layer, TOP_K)
+            assert at_once(pager, layer, ids, compute) == expected and not host.held
+            assert sorted(expert for expert, _ in copies[before:]) == [flat[e] for e in missing if e not in expected]
+            assert all(table.slab_of[flat[expert]] < 0 < table.uses[flat[expert]] - uses[flat[expert]] for expert in expected)
+            computed_there += len(expected)
+            pager.check_integrity()
+    counts = pager.metrics.snapshot()
+    assert counts.total("computed_on_host") == computed_there
+    assert counts.total("bytes_computed_on_host") == computed_there * LAYOUT.record_bytes
+
+
+def test_one_expert_at_least_is_left_to_the_device():
+    pager = pager_of(True, TOP_K, hosts=(EveryRecord(),), ways=Ways("auto", (Rates(1e-9, 1.0),), in_steps_only=True))
+    pager.begin_step(Phase.DECODE)
+    with pager.demand(0, range(TOP_K)) as demand:
+        list(demand.groups(in_order=False))
+    for layer in (1, 2):
+        assert len(at_once(pager, layer, range(TOP_K))) == 1
+        pager.check_integrity()
+
+
+def test_misses_that_are_all_to_be_computed_by_the_cpu_are_demanded():
+    pager = pager_of(True, TOP_K, hosts=(EveryRecord(),), ways=Ways("cpu", (Rates(1.0, 1.0),)))
+    pager.begin_step(Phase.DECODE)
+    assert not pager.may_serve_at_once(0, TOP_K, by_cpu=True) and not pager.asks_cpu_in_steps
 
 
 def test_another_thread_may_not_run_the_model_meanwhile(full):
     seen = []
     other = threading.Thread(target=lambda: seen.append(full.residency()))
 
-    def compute(group):
+    def compute(group, below):
         other.start()
         other.join(0.1)
         return not seen

@@ -263,7 +263,12 @@ def test_a_contest_is_run_by_the_workers_of_the_benchmark(tiny, tmp_path):
 def test_a_picture_is_timed_where_the_bundled_model_cannot_be_asked(tmp_path, monkeypatch):
     missing = ConfigError("images of Qwen models need the package qwen-vl-utils. Fix: pip install qwen-vl-utils")
     monkeypatch.setattr(contest, "load", Mock(side_effect=missing))
-    monkeypatch.setattr(contest, "_run", lambda entrants, *rest: {"rows": [one.name for one in entrants], "failures": []})
+
+    def ran(entrants, *rest, meanwhile):
+        meanwhile()
+        return {"rows": [one.name for one in entrants], "failures": []}
+
+    monkeypatch.setattr(contest, "_run", ran)
     found = contest.image(OPTIONS | {"folder": str(tmp_path)}, lambda kept: None)
     assert found["rows"] == ["vismoe raw 25% with a picture"]
     assert found["failures"] == [f"the bundled model was not asked: {missing}"]
@@ -272,6 +277,8 @@ def test_a_picture_is_timed_where_the_bundled_model_cannot_be_asked(tmp_path, mo
 def test_a_share_is_one_of_the_experts_whatever_their_format():
     assert contest.ours(OPTIONS, 100.0).settings["memory"] == "100%"
     assert contest.ours(OPTIONS, 25.0).settings["memory"] == "25.001%"
+    waiting = contest.ours(OPTIONS, 25.0, waiting=True)
+    assert waiting.name == "vismoe raw 25%, misses wait" and waiting.settings["misses"] == "wait"
     int4 = contest.ours(OPTIONS, 50.0, "int4")
     assert int4.settings == {"memory": "13.282%", "format": "int4"} and int4.prompts == (24, 8)
 
@@ -296,6 +303,7 @@ def a_report():
     ours = row("vismoe raw 25%", hits=0.25, link_bytes_per_token=2e9, peak_reserved_bytes=7e9, planned_bytes=7e9)
     accelerate = row("accelerate", "accelerate", 0.4) | {"first_token_s": {"2048": 36.0}}
     rows = [ours, row("transformers", "transformers", 20.0), accelerate, row("vismoe raw 100%", rate=20.0)]
+    rows.append(ours | {"name": "vismoe raw 25%, misses wait"})
     alike = [row("vismoe raw 100%", rate=9.0), row("transformers", rate=5.0), row("transformers-compiled", rate=10.0)]
     alike.append(row("vismoe int4 100%", rate=13.5))
     link = {"rates": [{"page_locked": True, "bytes_per_s": 5e10}, {"page_locked": False, "bytes_per_s": 9e10}]}

@@ -127,7 +127,7 @@ def wrong_reads(
         if (read := set(weights.tolist())) != {wanted}:
             wrong.append((wanted, read))
 
-    def launch(layer: int, group: Group) -> bool:
+    def launch(layer: int, group: Group, below: Group | None = None) -> bool:
         for lent in group:
             reading = functools.partial(kernel, lent.weights["w"], number(layer, lent.expert))
             cuda.launch(reading), cuda.launch(reading)  # a long kernel reads early and late

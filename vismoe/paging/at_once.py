@@ -3,36 +3,53 @@
 What a demand does (demand.py), where that takes no more than this: slabs hold one format, host memory holds every expert for
 good, and nothing else is on its way. The state and the counters come out alike. While the host decides, the link has nothing to
 do; so here little comes before the first copy is queued, and the rest while the link is busy.
+
+Where link and CPU together are sooner, the CPU computes some of the misses meanwhile, from host memory: those that were used
+least, since what is copied has a slab from then on.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
 from vismoe.errors import TransferError
 from vismoe.paging.eviction import MOST_AT_ONCE, Taken
+from vismoe.paging.lent import Group
+from vismoe.paging.miss import Ways
 from vismoe.paging.residency import Residency
-from vismoe.types import HIGH, Phase
+from vismoe.types import HIGH, ExpertId, Phase
 
 
-def fits(core: Residency, layer: int, experts: int) -> bool:
-    """Whether a demand of so many experts of a layer takes no more than slabs and copies, as far as is known before its router
-    speaks."""
-    table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
+class OneStep(NamedTuple):
+    """taken: of the experts that the device computes; below: those that the CPU computes, None: none."""
+
+    taken: Taken
+    below: Group | None
+
+
+def fits(core: Residency, layer: int, experts: int, by_cpu: bool) -> bool:
+    """Whether a demand of so many experts of a layer takes no more than slabs and copies, or (by_cpu) the CPU, as far as is known
+    before its router speaks."""
+    geometry = core.inventory.layers[layer].geometry
     if core.phase is not Phase.DECODE or core.promises or experts > MOST_AT_ONCE or not core.nothing_comes(layer):
         return False
-    if not core.link.can_queue(geometry):
+    if core.ways is not None and not (by_cpu and core.ways.policy == "auto"):
         return False
-    measured = core.link.bytes_per_s, core.cpu_pace.slowness(core.phase)
-    return core.ways is None or core.ways.all_wait(geometry, experts, table.pool.record_bytes[HIGH], *measured)
+    return core.link.can_queue(geometry)
 
 
-def take(core: Residency, layer: int, ids: np.ndarray) -> Taken | None:
-    """Slabs for all experts int64 `[n]` that one token wants of the layer, with their copies queued: what is queued from now on
-    may compute them; then say `computed`. None: they must be demanded, and nothing has changed. Raises TransferError."""
+def take(core: Residency, layer: int, ids: np.ndarray) -> OneStep | None:
+    """Slabs for the experts int64 `[n]` that one token wants of the layer, with copies queued of those that are missing: what is
+    queued from now on may compute them; then say `computed`. None: they must be demanded, and nothing has changed. Raises
+    TransferError."""
     table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
     named, base = ids.tolist(), table.base[layer]
-    known = min(named) >= 0 and max(named) < core.inventory.layers[layer].num_experts
-    if not (known and fits(core, layer, len(named)) and core.link.can_queue(geometry, ids + base)):
+    known = min(named) >= 0 and max(named) < core.inventory.layers[layer].num_experts and len(set(named)) == len(named)
+    if not (known and fits(core, layer, len(named), by_cpu=True) and core.link.can_queue(geometry, ids + base)):
         return None
+    on_host = [] if core.ways is None else _on_host(core, core.ways, layer, ids)
+    if on_host:
+        ids = np.array([expert for expert in named if expert not in on_host])
     taken = table.take_slabs(layer, ids, core.window)
     if taken is None:
         return None
@@ -42,7 +59,7 @@ def take(core: Residency, layer: int, ids: np.ndarray) -> Taken | None:
         core.count_wasted(table.id_of[flat])
     if not taken.missing:
         core.link.arrive(geometry, taken.slabs)
-        return taken
+        return OneStep(taken, _below(core, layer, on_host))
     missing = np.array([taken.experts[i] for i in taken.missing]) + base
     try:
         began_s, ended_s, nbytes = core.link.queue_all(geometry, missing, taken.slabs[taken.missing])
@@ -58,12 +75,47 @@ def take(core: Residency, layer: int, ids: np.ndarray) -> Taken | None:
         streaming.copied(began_s, ended_s, copies)
         streaming.stall_s += ended_s - began_s
         core.ledger.waited(ended_s - began_s, copies, 0.0)
-    return taken
+    return OneStep(taken, _below(core, layer, on_host))
 
 
-def computed(core: Residency, layer: int, taken: Taken) -> None:
-    """The computation is queued."""
-    core.enter(layer, taken.experts)
-    core.count(layer, taken.experts, [taken.experts[i] for i in taken.missing], 0)
-    core.table_of[layer].loaded(taken, core.tick)
-    core.link.released(core.inventory.layers[layer].geometry, taken.slabs)
+def _on_host(core: Residency, ways: Ways, layer: int, ids: np.ndarray) -> list[int]:
+    """Which of a token's experts the CPU computes, ascending. One at least is left to the device."""
+    table, base, geometry = core.table_of[layer], core.table_of[layer].base[layer], core.inventory.layers[layer].geometry
+    flat = ids + base
+    missing = [one for one, slab in zip(flat.tolist(), table.slab_of[flat].tolist()) if slab < 0]
+    measured = core.link.bytes_per_s, core.cpu_pace.slowness(core.phase)
+    count = min(ways.in_step(geometry, len(missing), table.pool.record_bytes[HIGH], *measured), len(ids) - 1)
+    used_least = sorted(zip(table.uses[missing].tolist(), missing))[:count] if count else []
+    return sorted(one - base for _, one in used_least)
+
+
+def _below(core: Residency, layer: int, experts: list[int]) -> Group | None:
+    """Experts in host memory, held there until the layer is computed."""
+    if not experts:
+        return None
+    host, ids = core.hosts[HIGH], [ExpertId(layer, expert) for expert in experts]
+    held = host.hold(ids)
+    places = np.array([held[expert] for expert in ids])
+    return Group(experts, host.pools[core.inventory.layers[layer].geometry], places, on_host=True)
+
+
+def computed(core: Residency, layer: int, step: OneStep) -> None:
+    """The computation is queued, and what the CPU computes is there."""
+    taken, below = step
+    table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
+    missing = [taken.experts[i] for i in taken.missing]
+    wanted = taken.experts
+    if below is not None:
+        wanted, missing = sorted(wanted + below.experts), sorted(missing + below.experts)
+        nbytes, phase = table.pool.record_bytes[HIGH], core.phase
+        core.metrics.add("computed_on_host", phase, layer, len(below))
+        core.metrics.add("bytes_computed_on_host", phase, layer, len(below) * nbytes)
+        core.hosts[HIGH].let_go()
+        table.used_on_host(np.add(below.experts, table.base[layer]))
+        assert core.ways is not None
+        core.cpu_pace.took(phase, below.computed_s, core.ways.step_s(geometry, len(below), nbytes))
+    core.enter(layer, wanted)
+    core.count(layer, wanted, missing, 0)
+    table.loaded(taken, core.tick)
+    core.link.released(geometry, taken.slabs)
+    core.admit_none()  # the misses that were used most have just been copied

@@ -33,7 +33,7 @@ class Group:
     ):
         self.experts, self._pool, self.slabs, self.on_host, self._precision = experts, pool, slabs, on_host, precision
         self.coming: ctypes.Array[Arrival] | None = None  # what is read while the others are computed
-        self.spans: list[tuple[float, float]] = []  # when such a group was computed, in parts
+        self.spans: list[tuple[float, float]] = []  # when such a group, or one on the host, was computed, in parts
         self.waited_s = 0.0  # for it, while nothing was there to compute
 
     def __len__(self) -> int:
@@ -48,6 +48,11 @@ class Group:
         """Groups of one expert each."""
         for i, expert in enumerate(self.experts):
             yield Group([expert], self._pool, self.slabs[i : i + 1], self.on_host, self._precision)
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds of its `spans`."""
+        return sum(ended_s - began_s for began_s, ended_s in self.spans)
 
     @property
     def nbytes(self) -> int:

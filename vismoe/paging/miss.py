@@ -23,7 +23,8 @@ from vismoe.precision.rules import Serve, serve, upgrades_in_time
 from vismoe.types import Phase
 
 PACE_SHARE = 0.25  # of the newest measurement in what is known of the CPU's pace
-PACE_MOST = 16.0  # times as long as expected: more is taken for this, since the first call makes what later ones find
+# Times as long as expected: more is taken for this, since the first call makes what later ones find; and less for that.
+PACE_MOST, PACE_LEAST = 16.0, 0.5
 PACE_KEPT = 0.98  # of that from pass to pass
 
 
@@ -108,13 +109,16 @@ def choose_ways(misses: Sequence[Miss], rates: Rates, link_ahead_bytes: float = 
     return ways
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # choices are remembered by it, for every layer of a token
 class Ways:
     """What a pager with a host tier may do about misses. Without it, they wait."""
 
     policy: Literal["cpu", "auto"]  # cpu: compute every miss there; auto: whatever is done sooner
     rates: tuple[Rates, ...]  # by geometry
     deterministic: bool = False  # decide by bytes and tokens only: nothing is copied unasked, and what is queued does not count
+    # Where a token's layer is served in one step (at_once.py), the way to the CPU and back is shorter; empty: it is not.
+    step_rates: tuple[Rates, ...] = ()
+    in_steps_only: bool = False  # what is demanded waits
 
     def choose(
         self,
@@ -131,34 +135,42 @@ class Ways:
             return choose_ways(misses, self.rates[geometry])
         return choose_ways(misses, self.rates[geometry].with_measured(link_bytes_per_s, cpu_slowness), link_ahead_bytes)
 
-    def all_wait(
-        self, geometry: int, experts: int, nbytes: int, link_bytes_per_s: float | None = None, cpu_slowness: float = 1.0
-    ) -> bool:
-        """Whether so many misses of one token, or fewer, all wait for their copies while nothing else is on the link."""
-        return _all_wait(self, geometry, experts, nbytes, link_bytes_per_s, cpu_slowness)
+    def in_step(
+        self, geometry: int, misses: int, nbytes: int, link_bytes_per_s: float | None = None, cpu_slowness: float = 1.0
+    ) -> int:
+        """How many of so many misses of one token the CPU gets, in a step (at_once.py) with nothing else on the link."""
+        return _in_step(self, geometry, misses, nbytes, link_bytes_per_s, cpu_slowness)
+
+    def step_s(self, geometry: int, experts: int, nbytes: int) -> float:
+        """What the CPU takes for so many experts of a step, by the rates that are not measured on the way."""
+        rates = (self.step_rates or self.rates)[geometry]
+        return rates.cpu_call_s + experts * rates.cpu_s(nbytes, 1)
 
 
-@functools.lru_cache(maxsize=64)
-def _all_wait(ways: Ways, geometry: int, experts: int, nbytes: int, *measured: Any) -> bool:
-    misses = [Miss(nbytes)] * experts
-    return all(Way.CPU not in ways.choose(geometry, misses[:count], 0.0, *measured) for count in range(1, experts + 1))
+@functools.lru_cache(maxsize=256)
+def _in_step(ways: Ways, geometry: int, misses: int, nbytes: int, *measured: Any) -> int:
+    if not misses:
+        return 0
+    of_step = replace(ways, rates=ways.step_rates or ways.rates)
+    return of_step.choose(geometry, [Miss(nbytes)] * misses, 0.0, *measured).count(Way.CPU)
 
 
 class CpuPace:
-    """How many times as long as its rates say the CPU takes, by phase: other work shares its cores and its memory, and the rates
-    may be nominal ones. What was measured is forgotten in the course of some dozens of passes, so that the CPU is tried again."""
+    """How many times as long as its rates say the CPU takes, by phase: other work shares its cores and its memory, or did when
+    the rates were measured, and these may be nominal ones. What was measured is forgotten in the course of some dozens of passes,
+    so that the CPU is tried again."""
 
     def __init__(self) -> None:
         self._logs: dict[Phase, float] = {}  # to the base of 2
 
     def slowness(self, phase: Phase) -> float:
-        """In steps, so that choices can be remembered."""
-        return float(2.0 ** round(self._logs.get(phase, 0.0)))
+        """By factors of 1.4, so that choices can be remembered."""
+        return float(2.0 ** (round(2 * self._logs.get(phase, 0.0)) / 2))
 
     def took(self, phase: Phase, seconds: float, expected_s: float) -> None:
         """Experts were computed, which the rates said takes `expected_s`."""
         before = self._logs.get(phase, 0.0)
-        times = min(max(seconds / expected_s, 1.0), PACE_MOST)
+        times = min(max(seconds / expected_s, PACE_LEAST), PACE_MOST)
         self._logs[phase] = before + PACE_SHARE * (math.log2(times) - before)
 
     def begin_pass(self, phase: Phase) -> None:

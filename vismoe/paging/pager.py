@@ -73,7 +73,7 @@ class Pager:
         self.hosts: Sequence[HostTier] = mover.hosts
         in_flight = threads + 2 if threads else 0  # with the thread that waits, which copies too, and what is being computed
         self.core = Residency(inventory, pools, hosts=mover.hosts, in_flight=in_flight, **options)
-        self.window, self.ways = self.core.window, self.core.ways
+        self.window, self.ways = self.core.window, self.core.ways_of_demands
         self.metrics, self.tables = self.core.metrics, self.core.tables
         self.timeline: Timeline | None = None  # attach one to see copies, computation and stalls
         self._step_began_s = self._step_ended_s = 0.0
@@ -183,26 +183,35 @@ class Pager:
             self._step_ended_s = time.perf_counter()
         return wanted
 
-    def may_serve_at_once(self, layer: int, experts: int) -> bool:
-        """Whether `at_once` is worth a try: whether so many experts of a layer must not be demanded anyway."""
-        return self.timeline is None and at_once.fits(self.core, layer, experts)
+    @property
+    def asks_cpu_in_steps(self) -> bool:
+        """Whether `at_once` may let the CPU compute misses."""
+        return self.core.ways is not None and self.core.ways.policy == "auto"
 
-    def at_once(self, layer: int, ids: np.ndarray, compute: Callable[[Group], Made], began_s: float) -> Made | None:
-        """What `compute(group)` returns, which queues the computation of all experts int64 `[n]` that one token wants of the
-        layer, in one change; None, and nothing has changed, where they must be demanded. `compute` raises no error of our own.
-        began_s: when the experts function was called."""
+    def may_serve_at_once(self, layer: int, experts: int, by_cpu: bool = False) -> bool:
+        """Whether `at_once` is worth a try: whether so many experts of a layer must not be demanded anyway. by_cpu: what computes
+        them can also compute from host memory."""
+        return self.timeline is None and at_once.fits(self.core, layer, experts, by_cpu)
+
+    def at_once(self, layer: int, ids: np.ndarray, compute: Callable[[Group, Group | None], Made], began_s: float) -> Made | None:
+        """What `compute(group, below)` returns, which queues the computation of all experts int64 `[n]` that one token wants of
+        the layer, in one change; None, and nothing has changed, where they must be demanded. `below`: those that the CPU computes
+        from host memory, whose `spans` it leaves; None: none. `compute` raises no error of our own. began_s: when the experts
+        function was called."""
         return self.changes.make(self._at_once, layer, ids, compute, began_s)
 
-    def _at_once(self, layer: int, ids: np.ndarray, compute: Callable[[Group], Made], began_s: float) -> Made | None:
+    def _at_once(
+        self, layer: int, ids: np.ndarray, compute: Callable[[Group, Group | None], Made], began_s: float
+    ) -> Made | None:
         core = self.core
         self._claim()
-        taken = at_once.take(core, layer, ids)
-        if taken is None:
+        step = at_once.take(core, layer, ids)
+        if step is None:
             return None
         queued_s = time.perf_counter()
-        made = compute(Group(taken.experts, core.table_of[layer].pool, taken.slabs))
+        made = compute(Group(step.taken.experts, core.table_of[layer].pool, step.taken.slabs), step.below)
         ended_s = time.perf_counter()
-        at_once.computed(core, layer, taken)
+        at_once.computed(core, layer, step)
         self.metrics.add("compute_seconds", core.phase, layer, ended_s - queued_s)
         self._count_layer(core.phase, layer, ended_s - began_s, len(ids), 0)
         self._step_ended_s = ended_s
@@ -416,7 +425,7 @@ class Lease:
     def _read(self, group: Group, asked_s: float) -> None:
         """A group with experts that were coming was computed, as far as they could be read."""
         pager, name = self._pager, f"layer {self._layer}"
-        self._compute_s += sum(ended_s - began_s for began_s, ended_s in group.spans)
+        self._compute_s += group.computed_s
         if pager.timeline is not None:
             for began_s, ended_s in group.spans:
                 pager.timeline.span(COMPUTE, name, began_s, ended_s, experts=group.experts)

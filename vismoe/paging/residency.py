@@ -157,7 +157,7 @@ class Residency:
         self._first = [part.start for part in self.promises.parts]  # of each table's experts, in the numbering of promises
         for table, part in zip(self.tables, self.promises.parts, strict=True):
             table.promised = self.promises.kept[part]
-        freely = may_stream and not (self.deterministic or self.ways is not None)
+        freely = may_stream and not (self.deterministic or self.ways_of_demands is not None)
         self.streaming = tuple(
             Streaming(
                 inventory.layers_of(geometry), freely and table.pool.precision is None and not table.has_room_for_all, in_flight
@@ -177,6 +177,11 @@ class Residency:
         self.phase, self.running_layer = Phase.PREFILL, -1
         self.misses_this_step = self.misses_last_step = self.misses_this_layer = 0
         self.closed = False  # nothing is copied any more
+
+    @property
+    def ways_of_demands(self) -> Ways | None:
+        """What else than waiting is done about a miss that is demanded."""
+        return None if self.ways is None or self.ways.in_steps_only else self.ways
 
     # -- steps and requests
     def begin_step(self, phase: Phase, last_step_s: float, tokens: int = 1) -> None:
@@ -473,7 +478,7 @@ class Residency:
 
     def _next_admission(self) -> Ticket | None:
         """Where misses are computed below: the most used absent expert, if it is worth more than the one it evicts."""
-        if self.ways is None or self.phase is not Phase.DECODE or self._none_to_admit_at == self.tick:
+        if self.ways_of_demands is None or self.phase is not Phase.DECODE or self._none_to_admit_at == self.tick:
             return None
         for table in self.tables:
             found = table.admission(self.running_layer, self.window)
@@ -484,6 +489,10 @@ class Residency:
                 return self._ticket(table.id_of[flat], room.slab, speculative=True)
         self._none_to_admit_at = self.tick
         return None
+
+    def admit_none(self) -> None:
+        """Until the next step or demand nothing that was computed below is worth a slab."""
+        self._none_to_admit_at = self.tick
 
     def _next_to_fill(self) -> Ticket | None:
         """Where there is a slab for every expert: the first that is absent."""

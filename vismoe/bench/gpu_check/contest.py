@@ -25,6 +25,7 @@ from vismoe.models.load.preview import preview
 HELD_LIKE = "25%"  # the share whose device bytes accelerate gets
 NEW_TOKENS, ACCELERATE_TOKENS = 32, 4  # accelerate moves every weight for every token
 WORKER_S = 75.0  # the longest that one worker may take
+WAITING = ", misses wait"
 PICTURE = (448, 448)
 QUESTION = "What is in the picture?"
 Keep = Callable[[dict[str, Any]], None]
@@ -43,22 +44,25 @@ class CheckEntrant:
     picture: tuple[int, int] | None = None
 
 
-def ours(options: Mapping[str, Any], share: float, format: str = "raw") -> CheckEntrant:
+def ours(options: Mapping[str, Any], share: float, format: str = "raw", waiting: bool = False) -> CheckEntrant:
     """VisMoE with `share` percent of the experts on the device. `memory` is a share of their bytes in bfloat16, which smaller
-    formats take less of; the plan rounds down to whole experts, hence a little more."""
+    formats take less of; the plan rounds down to whole experts, hence a little more. waiting: the CPU computes none of them."""
     bits = BITS_PER_WEIGHT.get(format, 16.0)
     memory = "100%" if share == 100 and format == "raw" else f"{share * bits / 16 + 1e-3:.3f}%"
-    settings = {"memory": memory, "format": format}
-    return CheckEntrant(f"vismoe {format} {share:g}%", tuple(options["prompts"]), OURS, settings, format)
+    settings = {"memory": memory, "format": format, **({"misses": "wait"} if waiting else {})}
+    name = f"vismoe {format} {share:g}%{WAITING if waiting else ''}"
+    return CheckEntrant(name, tuple(options["prompts"]), OURS, settings, format)
 
 
 def contest(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
-    """Ours at four shares, transformers with all weights on the device, accelerate with the device bytes of ours at 25%."""
+    """Ours at four shares, at the first also without the CPU, transformers with all weights on the device, accelerate with the
+    device bytes of ours at 25%."""
     prompts = tuple(options["prompts"])
     first, *others = (ours(options, share) for share in options["shares"])
     resident = CheckEntrant("transformers", prompts, "transformers")
     offloaded = CheckEntrant("accelerate", prompts[:1], "accelerate", new_tokens=ACCELERATE_TOKENS)
-    return _run([first, resident, offloaded, *others], options, keep, "layers")
+    waiting = ours(options, options["shares"][0], waiting=True)
+    return _run([first, resident, offloaded, waiting, *others], options, keep, "layers")
 
 
 def resident(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
@@ -87,19 +91,25 @@ def policies(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
 
 def image(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
     """The bundled model's answer about a picture, against the one that is right; and a picture for the large geometry, timed."""
-    pictures = demo_model().parent / "images"
-    right = json.loads((pictures / "pictures.json").read_text())["demo.png"]["answer"]
-    content = [{"type": "image", "image": str(pictures / "demo.png")}, {"type": "text", "text": QUESTION}]
-    try:
-        with load(device=options["device"], memory="25%") as engine:
-            said = "".join(engine.chat([{"role": "user", "content": content}])).strip()
-        failures = [] if said == right else [f"the bundled model said {said!r} instead of {right!r}"]
-    except VisMoEError as error:  # a package may be missing, which the second picture does not need
-        said, failures = None, [f"the bundled model was not asked: {error}"]
-    keep({"answer": said, "failures": failures})
+    failures = list[str]()
+
+    def ask() -> None:
+        pictures = demo_model().parent / "images"
+        right = json.loads((pictures / "pictures.json").read_text())["demo.png"]["answer"]
+        content = [{"type": "image", "image": str(pictures / "demo.png")}, {"type": "text", "text": QUESTION}]
+        try:
+            with load(device=options["device"], memory="25%") as engine:
+                said = "".join(engine.chat([{"role": "user", "content": content}])).strip()
+            if said != right:
+                failures.append(f"the bundled model said {said!r} instead of {right!r}")
+        except VisMoEError as error:  # a package may be missing, which the second picture does not need
+            said = None
+            failures.append(f"the bundled model was not asked: {error}")
+        keep({"answer": said, "failures": failures})
+
     one = ours(options, 25.0)
     one = replace(one, name=f"{one.name} with a picture", picture=PICTURE, prompts=one.prompts[-1:])
-    found = _run([one], options, keep, "small_layers")
+    found = _run([one], options, keep, "small_layers", meanwhile=ask)
     return found | {"failures": failures + found["failures"]}
 
 
@@ -116,12 +126,15 @@ def _run(
     layers: str,
     formats: Sequence[str] = (),
     before: Sequence[dict[str, Any]] = (),
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """`rows`, those of `before` among them, and `failures` of ours; what was measured is kept after each. The weights, of
-    `options[layers]` layers and packed in these formats, are made while the workers import what they need."""
+    `options[layers]` layers and packed in these formats, are made while the workers import what they need, and so is what
+    `meanwhile` does."""
     rows = list(before)
     with contextlib.ExitStack() as stack:
         ready = [stack.enter_context(ReadyWorker(entrant.way, cores(), Groups(None))) for entrant in entrants]
+        meanwhile()
         model = GeneratedModel(options["geometry"], options[layers])
         subject = generate(Path(options["folder"]), model, quiet=True)
         if formats:
@@ -198,9 +211,11 @@ def row_of(entrant: CheckEntrant, run: Mapping[str, Any], token_bytes: float | N
     row["token_ids"] = list(run["requests"][0]["token_ids"])
     if entrant.way == OURS:
         plan, decoding = run["notes"]["plan"], [(request["counters"] or {}).get("decode", {}) for request in warm]
-        hits, misses, link = (sum(one.get(name, 0) for one in decoding) for name in ("hits", "misses", "bytes_copied"))
+        names = ("hits", "misses", "bytes_copied", "bytes_computed_on_host")
+        hits, misses, link, by_cpu = (sum(one.get(name, 0) for one in decoding) for name in names)
         tokens = sum(request["decode_tokens"] for request in warm)
-        row |= {"hits": hits / (hits + misses) if hits + misses else None, "link_bytes_per_token": link / tokens}
+        row |= {"hits": hits / (hits + misses) if hits + misses else None}
+        row |= {"link_bytes_per_token": link / tokens, "cpu_bytes_per_token": by_cpu / tokens}
         row |= {"planned_bytes": plan["total_bytes"], "kernels": plan["kernels"], "backends": run["notes"]["backends"]}
         row["counters"] = [request["counters"] or {} for request in run["requests"]]
         row["computed_on_host"] = sum(of.get("computed_on_host", 0) for one in row["counters"] for of in one.values())

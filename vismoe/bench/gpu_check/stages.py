@@ -35,7 +35,7 @@ STAGES = (
     ),
     CheckStage("streams", 30, "copies on simulated streams", "tests:run_tests", _tests("simulated_cuda"), False),
     CheckStage("rates", 15, "copies, launches, waits", "rates:measure_rates"),
-    CheckStage("contest", 105, "8 of 48 layers, against transformers and accelerate", "contest:contest", checkpoint="contest"),
+    CheckStage("contest", 109, "8 of 48 layers, against transformers and accelerate", "contest:contest", checkpoint="contest"),
     CheckStage("resident", 65, "every expert on the device, 4 of 48 layers", "contest:resident", checkpoint="small"),
     CheckStage("policies", 50, "two formats at once, 4 of 48 layers", "contest:policies", checkpoint="small"),
     CheckStage("image", 30, "a question about a picture, end to end", "contest:image", checkpoint="small"),

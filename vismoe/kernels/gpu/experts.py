@@ -153,10 +153,13 @@ def sums_of(tokens: np.ndarray, count: int | None = None) -> tuple[int, np.ndarr
     return len(rows), np.concatenate([rows, starts, order]).astype(np.int32)
 
 
-def combine(parts: Tensor, sums: Tensor, count: int, out: Tensor, adding: bool = False) -> None:
+def combine(
+    parts: Tensor, sums: Tensor, count: int, out: Tensor, adding: bool = False, below: tuple[Tensor, Tensor] | None = None
+) -> None:
     """out `[T, H]` = the sums of parts float32 `[P, H]` that `sums_of` lists, in float32, rounded once to out's type.
 
-    adding: on top of what is there, which is float32.
+    adding: on top of what is there, which is float32. below: (the parts float32 `[P, H]` of pairs that were computed elsewhere,
+    the tiles that `arrange` made, which say of which).
     """
     programs, interpreted = _programs()
     hidden = out.shape[1]
@@ -164,14 +167,16 @@ def combine(parts: Tensor, sums: Tensor, count: int, out: Tensor, adding: bool =
     if count:
         grid = (count, -(-hidden // SUM_COLUMNS))
         block = {"BN": SUM_COLUMNS, "INTERPRETED": interpreted}
-        programs.combine[grid](parts, sums, count, out, HIDDEN=hidden, ADDING=adding, **block, enable_fp_fusion=False)
+        others = (None, None, 0) if below is None else (*below, len(below[0]))
+        programs.combine[grid](parts, sums, count, out, *others, HIDDEN=hidden, ADDING=adding, **block, enable_fp_fusion=False)
 
 
 def arrange(ids: Tensor, addresses: Tensor, experts: int, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(tiles int64 `[3, T * K]` of one pair each, sums int32 of T tokens) on the device, from ids int64 `[T, K]`; by one launch.
 
-    addresses int64 `[E]`: of the records of a layer's experts, all resident. With slots int64 `[T * K or more]`, addresses, the
-    tiles lie in these slots, each expert in one of them, and a fourth row says which record belongs into each slot; 0: none.
+    addresses int64 `[E]`: of the records of a layer's experts that are resident; where one is computed elsewhere, the negative of
+    any of these. With slots int64 `[T * K or more]`, addresses, the tiles lie in these slots, each expert in one of them, and a
+    fourth row says which record belongs into each slot; 0: none.
     """
     programs, _ = _programs()
     tokens, top_k = ids.shape

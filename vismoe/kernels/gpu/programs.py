@@ -232,12 +232,16 @@ def down(
     tl.store(parts + at, sums * weight[:, None], mask=m_ok[:, None] & (n < HIDDEN)[None, :])
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=SMALL)
-def combine(parts, sums_of, count, out, HIDDEN: tl.constexpr, ADDING: tl.constexpr, BN: tl.constexpr, INTERPRETED: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "pairs"], do_not_specialize_on_alignment=SMALL)
+def combine(
+    parts, sums_of, count, out, below, tiles, pairs,
+    HIDDEN: tl.constexpr, ADDING: tl.constexpr, BN: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """out `[T, HIDDEN]` = for each of `count` tokens the sum of its parts, in float32 and in the order of its pairs. Grid (count,
     HIDDEN / BN).
 
     ADDING: on top of what is there. sums_of int32: the tokens `[count]`, where the pairs of each start `[count + 1]`, the pairs.
+    below float32 `[pairs, HIDDEN]` or None: the parts of pairs whose tile, as `arrange` makes them, is empty.
     """
     row = tl.program_id(0)
     token = tl.load(sums_of + row).to(tl.int64)
@@ -250,7 +254,12 @@ def combine(parts, sums_of, count, out, HIDDEN: tl.constexpr, ADDING: tl.constex
     i = start
     while i < end:
         pair = tl.load(sums_of + 2 * count + 1 + i).to(tl.int64)
-        total += tl.load(parts + pair * HIDDEN + n, mask=ok, other=0.0)
+        if below is None:
+            total += tl.load(parts + pair * HIDDEN + n, mask=ok, other=0.0)
+        else:
+            here = tl.load(tiles + 2 * pairs + pair) > 0
+            part = tl.load(parts + pair * HIDDEN + n, mask=ok & here, other=0.0)
+            total += tl.where(here, part, tl.load(below + pair * HIDDEN + n, mask=ok & (here == 0), other=0.0))
         i += 1
     tl.store(out + token * HIDDEN + n, _rounded(total, out.dtype.element_ty, INTERPRETED), mask=ok)
 
@@ -263,7 +272,8 @@ def arrange(
     """tiles and sums_of for `up`, `down` and `combine`, from ids int64 `[tokens, TOP_K]` and the addresses int64 `[EXPERTS]` of a
     layer whose experts are all resident. Each pair is a tile, in the order of the choices.
 
-    Ids below 0 or from EXPERTS on are sentinels: their tiles are empty, and no sum has them. PAIRS: a power of two > `pairs`. One
+    Ids below 0 or from EXPERTS on are sentinels: their tiles are empty, and no sum has them. A negative address is that of some
+    other record: the pair is computed elsewhere; its tile is empty, and sums have it. PAIRS: a power of two > `pairs`. One
     program.
 
     slots int64 `[pairs]` or None: where records will have been decoded. A tile then has the address of the slot of the first pair
@@ -274,13 +284,15 @@ def arrange(
     mine, other = tl.load(ids + p, mask=p < pairs, other=EXPERTS), tl.load(ids + q, mask=q < pairs, other=EXPERTS)
     real, real_other = (mine >= 0) & (mine < EXPERTS), (other >= 0) & (other < EXPERTS)
     record = tl.load(addresses + tl.where(real, mine, 0))
+    here = real & (record >= 0)
+    record = tl.abs(record)
     if slots is not None:
         first = tl.min(tl.where(other[None, :] == mine[:, None], q[None, :], PAIRS), 1)
-        tl.store(tiles + 3 * pairs + p, tl.where(real & (first == p), record, 0), mask=p < pairs)
+        tl.store(tiles + 3 * pairs + p, tl.where(here & (first == p), record, 0), mask=p < pairs)
         record = tl.load(slots + first, mask=p < pairs, other=0)
     tl.store(tiles + p, record, mask=p < pairs)
     tl.store(tiles + pairs + p, p.to(tl.int64), mask=p < pairs)
-    tl.store(tiles + 2 * pairs + p, real.to(tl.int64), mask=p < pairs)
+    tl.store(tiles + 2 * pairs + p, here.to(tl.int64), mask=p < pairs)
     token, token_of_other = p // TOP_K, q // TOP_K
     before_in_row = (other[None, :] < mine[:, None]) | ((other[None, :] == mine[:, None]) & (q[None, :] < p[:, None]))
     earlier = (token_of_other[None, :] < token[:, None]) | ((token_of_other[None, :] == token[:, None]) & before_in_row)

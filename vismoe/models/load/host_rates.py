@@ -43,6 +43,8 @@ FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9
 CPU_CALL_S = 1.4e-3
 # The CPU is asked where it saves at least this share of a layer's time: the rates are measured with nothing beside them.
 CPU_SAVES = 0.4
+# The same where a token's layer is served in one step: threads are woken, rows are sent, and two graphs replayed instead of one.
+STEP_CALL_S, STEP_SAVES = 0.1e-3, 0.2
 MEASURED_BYTES = 512 * 2**20  # of experts, more than caches hold
 MOST_COPIED_BYTES = 64 * 2**20  # at once; larger copies are not faster
 DECODE_BYTES_PER_S = {"portable": 1e9, "avx2": 4e9, "avx512": 8e9}  # of bfloat16, by one thread, from lossless records
@@ -63,7 +65,8 @@ def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayou
         raise ConfigError(f"misses='cpu': {why_not}. Fix: misses='auto' (--misses auto)")
     if why_not or settings.misses == "wait":
         return None
-    return Ways(settings.misses, tuple(_rates(settings, device, layout) for layout in raw), settings.deterministic)
+    ways = Ways(settings.misses, tuple(_rates(settings, device, layout) for layout in raw), settings.deterministic)
+    return _with_steps(ways) if device.type == "cuda" else ways
 
 
 def ways_here(
@@ -74,21 +77,28 @@ def ways_here(
     dtype: torch.dtype,
 ) -> tuple[Ways | None, str]:
     """(What is done about misses when a model serves, None: they wait; the same for people.) Where there is a choice beside a
-    GPU, both ways are measured. If the CPU would compute none of a token's misses and none of a prompt's, they wait: nothing has
-    to be decided then while the link rests, and prompts may stream."""
+    GPU, both ways are measured. If the CPU would compute none that are demanded, these wait: nothing has to be decided then while
+    the link rests, and prompts may stream. Layers of single tokens that are served in one step may ask it all the same."""
     if ways is None:
         return None, "wait"
     measured = device.type == "cuda" and kernels is not None and ways.policy == "auto" and not ways.deterministic
     if measured:
         assert kernels is not None
         each = zip(ways.rates, kernels, inventory.layouts, strict=True)
-        ways = replace(ways, rates=tuple(_measured(*of_geometry, device, dtype) for of_geometry in each))
+        ways = _with_steps(replace(ways, rates=tuple(_measured(*of_geometry, device, dtype) for of_geometry in each)))
     link, by_cpu = (format_rate(rate) for rate in (ways.rates[0].link_bytes_per_s, ways.rates[0].cpu_bytes_per_s))
     about = f"{'measured: ' if measured else ''}the link brings experts at {link}, the CPU computes them at {by_cpu}"
     kinds = {(layer.geometry, layer.top_k, layer.num_experts) for layer in inventory.layers}
-    if measured and not any(_is_asked(ways, *kind, inventory.layouts[kind[0]].record_bytes) for kind in kinds):
+    sized = [(*kind, inventory.layouts[kind[0]].record_bytes) for kind in kinds]
+    if not measured or any(_is_asked(ways, *kind) for kind in sized):
+        return ways, f"{ways.policy} ({about})"
+    if not any(ways.in_step(geometry, top_k, nbytes) for geometry, top_k, _, nbytes in sized):
         return None, f"wait ({about})"
-    return ways, f"{ways.policy} ({about})"
+    return replace(ways, in_steps_only=True), f"{ways.policy} for single tokens, else wait ({about})"
+
+
+def _with_steps(ways: Ways) -> Ways:
+    return replace(ways, step_rates=tuple(replace(of, cpu_call_s=STEP_CALL_S, cpu_saves=STEP_SAVES) for of in ways.rates))
 
 
 def _is_asked(ways: Ways, geometry: int, top_k: int, experts: int, nbytes: int) -> bool:

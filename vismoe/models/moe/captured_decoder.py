@@ -10,7 +10,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,25 +27,15 @@ from vismoe.lookahead import gate
 from vismoe.models.family.caches import CACHE_NAMES
 from vismoe.models.moe.captured_pass import as_captured
 from vismoe.models.moe.experts import PagedLayer
+from vismoe.models.moe.experts_call import ExpertsCall, Graph, OnHost, page_locked_like
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.step_context import ChosenExperts
-from vismoe.paging.lent import Group
 
 logger = logging.getLogger(__name__)
 
 WAITS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.item, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
 TOKENS = operator.attrgetter("tokens")  # of a cache's layer
 COPIES = {torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.to}
-
-
-class Graph(Protocol):
-    """Launches that are queued again by one call."""
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def replay(self) -> None: ...
 
 
 class CudaGraphs:
@@ -91,58 +81,6 @@ class _CudaGraph:
 
     def replay(self) -> None:
         self._graph.replay()
-
-
-@dataclass(eq=False)
-class ExpertsCall:
-    """A layer's experts, between two graphs of the decoder: of what the first one has left, into what the second one reads.
-
-    `graph` computes them from records at the addresses of `table` int64 `[E]`, which `told` of the host has; None: launches do,
-    because they have two formats, or because what the graph first computed had other bits than what launches did.
-    """
-
-    paged: PagedLayer
-    module: Any
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden, index, factors
-    out: torch.Tensor
-    graph: Graph | None
-    table: torch.Tensor
-    told: torch.Tensor
-    trusted: bool = False  # it was compared
-    made: torch.Tensor | None = None  # to be compared
-
-    def compute(self) -> None:
-        """Bring the experts in, and compute them by the graph if they come together."""
-        if self.trusted and self.graph is not None and self.paged.at_once(self.given[1], self.replayed) is not None:
-            return
-        self.paged.whole = self.whole if self.graph is not None else None
-        try:
-            out = self.paged.computed(self.module, *self.given)
-        finally:
-            self.paged.whole = None
-        if self.made is not None:
-            self.trusted, self.made = torch.equal(out, self.made), None
-            if not self.trusted:
-                logger.warning("the graph of MoE layer %d's experts has other bits than launches: these serve", self.paged.layer)
-                self.graph = None
-        if out is not self.out:
-            self.out.copy_(out)
-
-    def whole(self, group: Group) -> torch.Tensor | None:
-        """The output, of a group that has all experts of the pass; None: launches must compute it."""
-        out = self.replayed(group)
-        if not self.trusted:
-            self.made = out.clone()
-            return None
-        return out
-
-    def replayed(self, group: Group) -> torch.Tensor:
-        """The output, by the graph."""
-        assert self.graph is not None
-        self.told.numpy()[group.experts] = group.addresses  # the copy of the pass before has ended: its routing was read since
-        self.table.copy_(self.told, non_blocking=True)
-        self.graph.replay()
-        return self.out
 
 
 class _CapturedLayer(DynamicLayer):
@@ -252,12 +190,16 @@ class CapturedDecoder:
     # -- capturing
     @torch.inference_mode(False)
     @torch.no_grad()
-    def capture(self, forward: Callable[..., Any], given: Mapping[str, Any], cache: Any) -> None:
-        """Capture `forward(**given)`, whose tensors become this pass's own. Raises what cannot be captured."""
+    def capture(self, forward: Callable[..., Any], given: Mapping[str, Any], cache: Any, example: Example) -> None:
+        """Capture `forward(**given)`, whose tensors become this pass's own; the `example` was the same. Raises what cannot be
+        captured."""
         self.inputs = {name: value.clone() for name, value in given.items() if isinstance(value, torch.Tensor)}
         captured = DynamicCache()
         captured.layers = self._layers = [_CapturedLayer(layer.get_seq_length()) for layer in cache.layers]
         self._backend.in_order(self.places.device)
+        # Page-locked memory for what experts get: none can be taken within a capture.
+        calls = [(index, hidden, factors) for hidden, index, factors, _ in example.calls]
+        self._readable = iter([tuple(map(page_locked_like, call)) for call in calls])
         named = {name: self.inputs.get(name, captured if name in CACHE_NAMES else value) for name, value in given.items()}
         with self._graphs.capturing(), as_captured(self), gate.hearing() as self._heard:
             try:
@@ -311,16 +253,43 @@ class CapturedDecoder:
         if self._resident:
             self._ids.append((paged.layer, module.num_experts, index))
             return self._backend.of_residents(paged.layer, hidden, index, factors)
+        ids, hidden_here, factors_here = next(self._readable)
+        by_graph = self._backend.one_format(paged.layer) and self._backend.few_enough(paged.layer, index)
+        kernel = self._backend.on_host(paged.layer) if by_graph and paged.asks_cpu else None
+        ids.copy_(index, non_blocking=True)
+        if kernel is not None:
+            hidden_here.copy_(hidden, non_blocking=True)
+            factors_here.copy_(factors, non_blocking=True)
         self._end_segment()
         told = torch.zeros(module.num_experts, dtype=torch.int64, pin_memory=hidden.is_cuda)
         table, graph, out = torch.zeros_like(told, device=hidden.device), None, torch.empty_like(hidden)
-        if self._backend.one_format(paged.layer) and self._backend.few_enough(paged.layer, index):
+        given, on_host = (hidden, index, factors), None
+        if by_graph:
             graph = self._begin()
-            out = self._backend.of_table(paged.layer, hidden, index, factors, table)
+            out = self._backend.of_table(paged.layer, *given, table)
             graph.end()
-        self.segments[-1].call = ExpertsCall(paged, module, (hidden, index, factors), out, graph, table, told)
+        if kernel is not None:
+            on_host = OnHost.of(kernel, hidden_here, factors_here, hidden.device)
+            self._capture_apart(on_host, paged.layer, given, table, out)
+        self.segments[-1].call = ExpertsCall(paged, module, given, out, graph, table, told, ids, on_host)
         self._begin_segment()
         return out
+
+    def _capture_apart(
+        self,
+        on_host: OnHost,
+        layer: int,
+        given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        table: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """A graph for the experts on the device, and one that adds up theirs and those that the CPU has computed."""
+        on_host.before = self._begin()
+        on_host.parts = self._backend.parts_of_table(layer, *given, table)
+        on_host.before.end()
+        on_host.behind = self._begin()
+        self._backend.sum_of(on_host.parts, out, on_host.there)
+        on_host.behind.end()
 
     # -- replaying
     def takes(self, given: Mapping[str, Any]) -> bool:

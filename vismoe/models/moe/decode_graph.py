@@ -174,7 +174,7 @@ class DecodeGraphs:
         device = context.device
         captured = CapturedDecoder(self._graphs, backend, device, len(cache.layers), most, resident)
         try:
-            captured.capture(forward, given, cache)
+            captured.capture(forward, given, cache, example)
             captured.place(cache, before=1)
             why_not = captured.differs(example, output)
         except Exception as error:  # whatever CUDA or a model's code raise where it cannot be captured; the pass itself is over

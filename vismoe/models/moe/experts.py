@@ -76,16 +76,26 @@ class PagedLayer:
                 return out
         return self.demanded(module, hidden, index, factors)
 
-    def at_once(self, index: torch.Tensor, compute: Callable[[Group], torch.Tensor]) -> torch.Tensor | None:
-        """The layer's output for one token's choices index int64 `[1, K]`, by `compute`, in one step with its copies; None: its
-        experts must be demanded."""
+    @property
+    def asks_cpu(self) -> bool:
+        """Whether the CPU may compute some of its experts in `at_once`."""
+        return self.context.serving.pager.asks_cpu_in_steps
+
+    def at_once(
+        self,
+        choices: int,
+        read: Callable[[], np.ndarray],
+        compute: Callable[[Group, Group | None], torch.Tensor],
+        by_cpu: bool,
+    ) -> torch.Tensor | None:
+        """The layer's output for one token, by `compute`, in one step with its copies; None: its experts must be demanded. `read`
+        waits for its choices, int64 `[K]`. by_cpu: `compute` can let the CPU compute some."""
         context, step, pager = self.context, self.context.step, self.context.serving.pager
         began_s, silent = time.perf_counter(), context.lookahead_inputs.lookahead is None and context.recorder is None
         plain = step.drafts is None and context.serving.chooser is None and not step.fewer
-        if not (silent and plain and self.is_mine and pager.may_serve_at_once(self.layer, index.numel())):
+        if not (silent and plain and self.is_mine and pager.may_serve_at_once(self.layer, choices, by_cpu)):
             return None
-        (ids,) = on_host(index)
-        return pager.at_once(self.layer, ids.reshape(-1), compute, began_s)
+        return pager.at_once(self.layer, read(), compute, began_s)
 
     def run_layers(
         self,

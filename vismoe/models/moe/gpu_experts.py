@@ -9,7 +9,7 @@ Shapes: hidden `[T, H]`, routing and factors `[T, K]`; P pairs, sorted by expert
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,19 @@ def refuse_type(kernel: gpu.GpuKernel, hidden: torch.Tensor) -> None:
             f"the experts got {hidden.dtype}, and their GPU kernels were made for {kernel.dtype}. "
             "Fix: run the model without torch.autocast, or load it with kernels='torch' (--kernels torch)"
         )
+
+
+class Parts(NamedTuple):
+    """On the device: what a layer's pairs add, float32 `[P, H]`, in the order of the choices; and what `gpu.arrange` made."""
+
+    parts: torch.Tensor
+    tiles: torch.Tensor
+    sums: torch.Tensor
+
+
+def _on(device: torch.device) -> Any:
+    """Within, launches are for this device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class GpuExperts:
@@ -96,21 +109,39 @@ class GpuExperts:
 
         The bits are those of `begin` and `run`. index `[T, K]` int64.
         """
+        parts, out = self.parts_of_table(layer, hidden, index, factors, table), torch.empty_like(hidden)
+        self.sum_of(parts, out)
+        return out
+
+    def parts_of_table(
+        self, layer: int, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor, table: torch.Tensor
+    ) -> "Parts":
+        """What `of_table` adds up. Where `table` has the negative of another expert's address, nothing is computed."""
         geometry, experts = self.inventory.layers[layer].geometry, self.inventory.layers[layer].num_experts
         (kernel,), ring = self.kernels[geometry], self.ring_of(layer)
         hidden, factors = hidden.contiguous(), factors.contiguous()
         pairs, device = index.numel(), hidden.device
         refuse_type(kernel, hidden)
         parts = torch.empty(pairs, kernel.hidden, dtype=torch.float32, device=device)
-        activated, out = torch.empty(pairs, kernel.intermediate, dtype=hidden.dtype, device=device), torch.empty_like(hidden)
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        activated = torch.empty(pairs, kernel.intermediate, dtype=hidden.dtype, device=device)
+        with _on(device):
             slots = None if ring is None else ring.addresses_there
             tiles, sums = gpu.arrange(index.contiguous(), table, experts, slots)
             if ring is not None:
                 ring.decode(geometry, tiles[3])
             kernel.parts(hidden, self.in_order(device), factors, tiles, gpu.ONE_TOKEN, activated, parts)
-            gpu.combine(parts, sums, len(hidden), out)
-        return out
+        return Parts(parts, tiles, sums)
+
+    def sum_of(self, parts: "Parts", out: torch.Tensor, below: torch.Tensor | None = None) -> None:
+        """Their sums into out `[T, H]`. below float32 `[P, H]`: those that were not computed there."""
+        with _on(out.device):
+            gpu.combine(parts.parts, parts.sums, len(out), out, below=None if below is None else (below, parts.tiles))
+
+    def on_host(self, layer: int) -> cpu.ExpertKernel | None:
+        """What computes a layer's experts in host memory, where they lie in one format; None: nothing does."""
+        if self.host is None or not self.one_format(layer):
+            return None
+        return self.host.kernels[self.inventory.layers[layer].geometry]
 
     def in_order(self, device: torch.device) -> torch.Tensor:
         """Places int32 of pairs that lie in the order of the choices. Made by the first call, which no graph may hold: what a
@@ -157,8 +188,7 @@ class GpuWork:
 
     def run(self, lease: Lending, in_order: bool) -> torch.Tensor:
         """The layer's output `[T, H]` in the hidden states' type. `in_order`: add while experts arrive, in ascending id."""
-        device = self._hidden.device
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        with _on(self._hidden.device):
             if lease.computes_on_host:
                 _ = self._below  # copies its inputs from the device now, before work is queued there
             return self._added(lease) if in_order else self._combined(lease)

@@ -67,6 +67,7 @@ DAMAGED = 2  # what `_experts` returns for a lossless record that is none
 
 _SIZE, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32
 _start = function("vismoe_start", [_SIZE, _NUMBER])
+_rouse = function("vismoe_rouse", [])
 _experts = function("vismoe_experts", [_PLACE, _SIZE, _SIZE, *[_PLACE] * 6, _NUMBER, _PLACE, _NUMBER], _NUMBER)
 _experts_arriving = function(
     "vismoe_experts_arriving", [_PLACE, _SIZE, _SIZE, *[_PLACE] * 6, _NUMBER, *[_PLACE] * 2, _SIZE, *[_PLACE] * 3], _NUMBER
@@ -257,6 +258,43 @@ class ExpertKernel:
         spans, calls, waited_s = (ctypes.c_double * (2 * len(coming) + 2))(), ctypes.c_int64(), ctypes.c_double()
         refuse(_experts_arriving()(*call, coming, len(coming), spans, ctypes.byref(calls), ctypes.byref(waited_s)))
         return [(spans[2 * i], spans[2 * i + 1]) for i in range(calls.value)], waited_s.value
+
+
+class TokenExperts:
+    """Experts of one token, of inputs that always lie in the same memory: hidden `[1, H]`, of a type that `ExpertKernel.parts`
+    takes. `records` uint64 `[K]`, `factors` and `rows` float32 `[K]` and `[K, H]` are its own; little Python comes before the
+    kernels."""
+
+    def __init__(self, kernel: ExpertKernel, hidden: Tensor, most: int):
+        setup()
+        _check_rows(hidden, 1, kernel.hidden, DTYPES)
+        assert len(kernel.formats) == 1, "of one format"
+        self.records, self.factors = np.zeros(most, np.uint64), np.zeros(most, np.float32)
+        self.rows = np.zeros((most, kernel.hidden), np.float32)
+        self._held = kernel, hidden, np.arange(most + 1, dtype=np.int32), np.zeros(most, np.int32)
+        _, _, starts, tokens = self._held
+        self._call = (
+            self.records.ctypes.data,
+            None,
+            starts.ctypes.data,
+            tokens.ctypes.data,
+            self.factors.ctypes.data,
+            hidden.data_ptr(),
+            DTYPES.index(hidden.dtype),
+            self.rows.ctypes.data,
+            0,
+        )
+
+    def compute(self, count: int) -> None:
+        """The first `count` rows: factor * expert(hidden) of as many records."""
+        refuse(_experts()(self._held[0]._experts, 1, count, *self._call))
+
+
+def rouse() -> None:
+    """Wake the compute threads, which then spin for a while: experts are to be computed soon. A sleeping thread would be as late
+    as an expert takes, and waking many takes a while."""
+    setup()
+    _rouse()()
 
 
 def _undecodable(found: Sequence[Matrix], sections: Sequence[str]) -> str:

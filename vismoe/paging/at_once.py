@@ -43,27 +43,31 @@ def take(core: Residency, layer: int, ids: np.ndarray) -> OneStep | None:
     queued from now on may compute them; then say `computed`. None: they must be demanded, and nothing has changed. Raises
     TransferError."""
     table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
-    named, base = ids.tolist(), table.base[layer]
-    known = min(named) >= 0 and max(named) < core.inventory.layers[layer].num_experts and len(set(named)) == len(named)
-    if not (known and fits(core, layer, len(named), by_cpu=True) and core.link.can_queue(geometry, ids + base)):
+    named, flat = ids.tolist(), ids + table.base[layer]
+    known = min(named) >= 0 and max(named) < core.inventory.layers[layer].num_experts
+    if not (known and fits(core, layer, len(named), by_cpu=True) and core.link.can_queue(geometry, flat)):
         return None
-    on_host = [] if core.ways is None else _on_host(core, core.ways, layer, ids)
+    on_host = [] if core.ways is None else _on_host(core, core.ways, layer, named, flat)
     if on_host:
         ids = np.array([expert for expert in named if expert not in on_host])
     taken = table.take_slabs(layer, ids, core.window)
     if taken is None:
         return None
-    for flat in taken.evicted:
-        core.metrics.add("evictions", core.phase, table.id_of[flat].layer)
-    for flat in taken.unused:
-        core.count_wasted(table.id_of[flat])
-    if not taken.missing:
+    if taken.missing:
+        _queue(core, layer, taken)
+    else:
         core.link.arrive(geometry, taken.slabs)
-        return OneStep(taken, _below(core, layer, on_host))
-    missing = np.array([taken.experts[i] for i in taken.missing]) + base
+    return OneStep(taken, _below(core, layer, on_host) if on_host else None)
+
+
+def _queue(core: Residency, layer: int, taken: Taken) -> None:
+    """The link begins with what is missing, or raises TransferError; then the counters follow."""
+    table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
+    missing = np.array([taken.experts[i] for i in taken.missing]) + table.base[layer]
     try:
         began_s, ended_s, nbytes = core.link.queue_all(geometry, missing, taken.slabs[taken.missing])
     except TransferError:
+        _count_evicted(core, layer, taken)
         table.demanded[taken.slabs] = False
         for flat in missing.tolist():
             table.end_load(flat, succeeded=False)
@@ -75,24 +79,30 @@ def take(core: Residency, layer: int, ids: np.ndarray) -> OneStep | None:
         streaming.copied(began_s, ended_s, copies)
         streaming.stall_s += ended_s - began_s
         core.ledger.waited(ended_s - began_s, copies, 0.0)
-    return OneStep(taken, _below(core, layer, on_host))
 
 
-def _on_host(core: Residency, ways: Ways, layer: int, ids: np.ndarray) -> list[int]:
+def _count_evicted(core: Residency, layer: int, taken: Taken) -> None:
+    id_of = core.table_of[layer].id_of
+    for flat in taken.evicted:
+        core.metrics.add("evictions", core.phase, id_of[flat].layer)
+    for flat in taken.unused:
+        core.count_wasted(id_of[flat])
+
+
+def _on_host(core: Residency, ways: Ways, layer: int, named: list[int], flat: np.ndarray) -> list[int]:
     """Which of a token's experts the CPU computes, ascending. One at least is left to the device."""
-    table, base, geometry = core.table_of[layer], core.table_of[layer].base[layer], core.inventory.layers[layer].geometry
-    flat = ids + base
-    missing = [one for one, slab in zip(flat.tolist(), table.slab_of[flat].tolist()) if slab < 0]
+    table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
+    missing = {expert for expert, slab in zip(named, table.slab_of[flat].tolist()) if slab < 0}
     measured = core.link.bytes_per_s, core.cpu_pace.slowness(core.phase)
-    count = min(ways.in_step(geometry, len(missing), table.pool.record_bytes[HIGH], *measured), len(ids) - 1)
-    used_least = sorted(zip(table.uses[missing].tolist(), missing))[:count] if count else []
-    return sorted(one - base for _, one in used_least)
+    count = min(ways.in_step(geometry, len(missing), table.pool.record_bytes[HIGH], *measured), len(set(named)) - 1)
+    if not count:
+        return []
+    uses = {expert: worth for expert, worth in zip(named, table.uses[flat].tolist()) if expert in missing}
+    return sorted(sorted(missing, key=lambda expert: (uses[expert], expert))[:count])
 
 
-def _below(core: Residency, layer: int, experts: list[int]) -> Group | None:
+def _below(core: Residency, layer: int, experts: list[int]) -> Group:
     """Experts in host memory, held there until the layer is computed."""
-    if not experts:
-        return None
     host, ids = core.hosts[HIGH], [ExpertId(layer, expert) for expert in experts]
     held = host.hold(ids)
     places = np.array([held[expert] for expert in ids])
@@ -103,8 +113,8 @@ def computed(core: Residency, layer: int, step: OneStep) -> None:
     """The computation is queued, and what the CPU computes is there."""
     taken, below = step
     table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
-    missing = [taken.experts[i] for i in taken.missing]
-    wanted = taken.experts
+    _count_evicted(core, layer, taken)
+    missing, wanted = [taken.experts[i] for i in taken.missing], taken.experts
     if below is not None:
         wanted, missing = sorted(wanted + below.experts), sorted(missing + below.experts)
         nbytes, phase = table.pool.record_bytes[HIGH], core.phase

@@ -45,7 +45,7 @@ def copier(stream: torch.cuda.Stream) -> Callable[[np.ndarray, np.ndarray, int],
         nonlocal batch
         if batch is not None and len(there) > 1:
             sizes = np.full(len(there), nbytes, dtype=np.uint64)
-            places = (ctypes.c_void_p(array.ctypes.data) for array in (there, here, sizes))
+            places = (ctypes.c_void_p(array.__array_interface__["data"][0]) for array in (there, here, sizes))
             kinds = ctypes.byref(attributes), of_copies_from, ctypes.c_size_t(1)
             status = batch(*places, ctypes.c_size_t(len(there)), *kinds, handle)
             if not status:

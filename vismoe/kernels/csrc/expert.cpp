@@ -701,6 +701,13 @@ VISMOE_API std::uint32_t vismoe_isas() {
 
 // Sets the threads and the instruction set of all later calls, and frees the workspace. The first call that needs threads starts
 // them.
+// Wakes the compute threads, which then spin for a while: the next call comes soon.
+VISMOE_API void vismoe_rouse() {
+  State& s = the_state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.started_pool().rouse();
+}
+
 VISMOE_API void vismoe_start(std::size_t threads, std::int32_t isa) {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);

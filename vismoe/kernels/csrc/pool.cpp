@@ -1,6 +1,6 @@
 #include "pool.h"
 
-#include <chrono>
+#include <algorithm>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -12,12 +12,15 @@ namespace {
 // job: long where jobs have followed each other closely, as the layers of a token do, otherwise only a moment, since then the core
 // is wanted for other things.
 constexpr std::chrono::microseconds kSpin{20}, kLongSpin{200};
+// After `rouse`: as long as a device takes for attention, and the host for queueing copies, before the job is known.
+constexpr std::chrono::microseconds kAwake{800};
+
+using Clock = std::chrono::steady_clock;
 
 template <class F>
-bool spin(F reached, std::chrono::microseconds most) {
-  const auto until = std::chrono::steady_clock::now() + most;
+bool spin(F reached, Clock::time_point until) {
   while (!reached()) {
-    if (std::chrono::steady_clock::now() >= until) return false;
+    if (Clock::now() >= until) return false;
     pause_core();
   }
   return true;
@@ -69,10 +72,20 @@ void Pool::run(Work work, void* job) {
       std::lock_guard<std::mutex> lock(mutex_);
       work_ = nullptr;  // a worker that wakes up now takes no part in this job
     }
-    if (spin([this] { return busy_ == 0; }, kLongSpin)) return;
+    if (spin([this] { return busy_ == 0; }, Clock::now() + kLongSpin)) return;
     std::unique_lock<std::mutex> lock(mutex_);
     done_.wait(lock, [this] { return busy_ == 0; });
   }
+}
+
+void Pool::rouse() {
+  if (workers_.empty()) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    awake_until_ = Clock::now() + kAwake;
+    jobs_++;
+  }
+  wake_.notify_all();
 }
 
 void Pool::serve(std::size_t thread) {
@@ -90,13 +103,14 @@ void Pool::serve(std::size_t thread) {
       lock.lock();
       if (--busy_ == 0) done_.notify_one();
     }
+    const auto awake_until = awake_until_;
     lock.unlock();
-    const auto ended = std::chrono::steady_clock::now();
+    const auto ended = Clock::now();
     const auto another = [&] { return jobs_ != seen; };
-    spin(another, soon ? kLongSpin : kSpin);
+    spin(another, std::max(awake_until, ended + (soon ? kLongSpin : kSpin)));
     lock.lock();
     wake_.wait(lock, another);  // also for a job that has ended by now: the next one may come soon
-    soon = std::chrono::steady_clock::now() - ended < kLongSpin;
+    soon = Clock::now() - ended < kLongSpin;
   }
 }
 

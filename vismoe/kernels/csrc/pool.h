@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <mutex>
@@ -24,6 +25,8 @@ class Pool {
   std::size_t threads() const { return workers_.size() + 1; }
   // Calls work(job, thread) here and in every worker that wakes up in time; returns when all started calls have returned.
   void run(Work work, void* job);
+  // Wakes the workers, which then spin for a while: the next job comes soon.
+  void rouse();
 
  private:
   void serve(std::size_t thread);
@@ -36,7 +39,9 @@ class Pool {
   void* job_ = nullptr;
   std::atomic<std::size_t> busy_{0};  // workers in the job; changes under the mutex
   bool stop_ = false;
-  std::atomic<std::size_t> jobs_{0};  // counts jobs and the stop; a worker that has just finished watches it for a while
+  std::chrono::steady_clock::time_point awake_until_{};
+  // Counts jobs, calls of `rouse` and the stop; a worker that has just finished watches it for a while.
+  std::atomic<std::size_t> jobs_{0};
 };
 
 void pause_core();

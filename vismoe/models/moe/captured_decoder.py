@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from vismoe.errors import UnsupportedModelError
+from vismoe.kernels import cpu
 from vismoe.kernels.gpu import attention
 from vismoe.kernels.gpu.experts import upload
 from vismoe.lookahead import gate
@@ -185,6 +186,7 @@ class CapturedDecoder:
         self._ids: list[tuple[int, int, torch.Tensor]] = []  # (layer, experts, ids)
         self._attended = 0
         self._layers: list[_CapturedLayer] = []
+        self._held_by_graphs: list[torch.Tensor] = []
         self._heard: list[tuple[Any, torch.Tensor]] = []
 
     # -- capturing
@@ -254,7 +256,8 @@ class CapturedDecoder:
             self._ids.append((paged.layer, module.num_experts, index))
             return self._backend.of_residents(paged.layer, hidden, index, factors)
         ids, hidden_here, factors_here = next(self._readable)
-        by_graph = self._backend.one_format(paged.layer) and self._backend.few_enough(paged.layer, index)
+        given, by_graph = (hidden, index, factors), self._backend.one_format(paged.layer)
+        by_graph = by_graph and self._backend.few_enough(paged.layer, index)
         kernel = self._backend.on_host(paged.layer) if by_graph and paged.asks_cpu else None
         ids.copy_(index, non_blocking=True)
         if kernel is not None:
@@ -262,34 +265,32 @@ class CapturedDecoder:
             factors_here.copy_(factors, non_blocking=True)
         self._end_segment()
         told = torch.zeros(module.num_experts, dtype=torch.int64, pin_memory=hidden.is_cuda)
-        table, graph, out = torch.zeros_like(told, device=hidden.device), None, torch.empty_like(hidden)
-        given, on_host = (hidden, index, factors), None
+        table, graph, on_host = torch.zeros_like(told, device=hidden.device), None, None
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         if by_graph:
             graph = self._begin()
-            out = self._backend.of_table(paged.layer, *given, table)
+            table.copy_(told, non_blocking=True)
+            self._backend.sum_of(self._backend.parts_of_table(paged.layer, *given, table), out)
             graph.end()
         if kernel is not None:
-            on_host = OnHost.of(kernel, hidden_here, factors_here, hidden.device)
-            self._capture_apart(on_host, paged.layer, given, table, out)
-        self.segments[-1].call = ExpertsCall(paged, module, given, out, graph, table, told, ids, on_host)
+            experts = cpu.TokenExperts(kernel, hidden_here, index.numel())
+            rows = torch.zeros(index.numel(), kernel.hidden, dtype=torch.float32, pin_memory=hidden.is_cuda)
+            there = torch.zeros_like(rows, device=hidden.device)
+            before = self._begin()
+            table.copy_(told, non_blocking=True)
+            parts = self._backend.parts_of_table(paged.layer, *given, table)
+            before.end()
+            behind = self._begin()
+            there.copy_(rows, non_blocking=True)
+            self._backend.sum_of(parts, out, there)
+            behind.end()
+            self._held_by_graphs.append(there)
+            on_host = OnHost(experts, factors_here, rows, before, behind, parts)
+        self._held_by_graphs.append(table)
+        ends = self.segments[-1]
         self._begin_segment()
+        ends.call = ExpertsCall(paged, module, given, out, graph, told, ids, on_host, self.segments[-1].graph)
         return out
-
-    def _capture_apart(
-        self,
-        on_host: OnHost,
-        layer: int,
-        given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        table: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """A graph for the experts on the device, and one that adds up theirs and those that the CPU has computed."""
-        on_host.before = self._begin()
-        on_host.parts = self._backend.parts_of_table(layer, *given, table)
-        on_host.before.end()
-        on_host.behind = self._begin()
-        self._backend.sum_of(on_host.parts, out, on_host.there)
-        on_host.behind.end()
 
     # -- replaying
     def takes(self, given: Mapping[str, Any]) -> bool:
@@ -324,23 +325,25 @@ class CapturedDecoder:
     def replay(
         self,
         given: Mapping[str, Any],
-        experts: Callable[[ExpertsCall], None] = ExpertsCall.compute,
+        experts: Callable[[ExpertsCall], bool] = ExpertsCall.compute,
         is_sound: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Leave the decoder's output in `hidden`, which the next pass overwrites. `experts` computes what lies between two
-        graphs. False: the first one was queued, and then the host found that what was captured is not sound."""
+        graphs, and says whether it has replayed the second one. False: the first one was queued, and then the host found that
+        what was captured is not sound."""
         assert self._there is not None, "the cache is placed"
         self._behind, self._there = [tokens + 1 for tokens in self._there], None
         for name, tensor in self.inputs.items():
             tensor.copy_(given[name])
+        gone_on = False
         for number, segment in enumerate(self.segments):
-            segment.graph.replay()
+            if not gone_on:
+                segment.graph.replay()
             if number == 0 and not is_sound():
                 return False
             for hook, residual in segment.heard:
                 hook.look(residual)
-            if segment.call is not None:
-                experts(segment.call)
+            gone_on = segment.call is not None and experts(segment.call)
         self._there = self._behind
         return True
 
@@ -353,12 +356,13 @@ class CapturedDecoder:
         """What of a replay of the example's token has other bits than the example; None: nothing. The cache is placed."""
         calls, newest = iter(example.calls), [part.clone() for part in self._newest()]
 
-        def compared(call: ExpertsCall) -> None:
+        def compared(call: ExpertsCall) -> bool:
             *given, out = next(calls)
             for what, one, other in zip(("input", "choice", "weights"), given, call.given):
                 if not torch.equal(one, other):
                     raise UnsupportedModelError(f"the {what} of the experts of MoE layer {call.paged.layer} has other bits")
             call.out.copy_(out)
+            return False
 
         try:
             self.replay(self.inputs, compared)

@@ -38,36 +38,25 @@ def page_locked_like(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class OnHost:
-    """What the CPU computes of a layer: of hidden `[1, H]` and factors `[1, K]`, the rows float32 `[K, H]`, by choice; `there`
-    they are on the device. `before` computes the others, `parts`, and `behind` adds all up."""
+    """What the CPU computes of a layer, and the graphs beside it: `before` computes the others into `parts`, `behind` sends what
+    the CPU has computed, rows float32 `[K, H]` in the order of the choices, and adds all up. factors `[1, K]` of the host."""
 
-    kernel: cpu.ExpertKernel
-    hidden: torch.Tensor
+    experts: cpu.TokenExperts
     factors: torch.Tensor
     rows: torch.Tensor
-    there: torch.Tensor
-    made: torch.Tensor  # rows, expert by expert
-    before: Graph | None = None
-    behind: Graph | None = None
-    parts: Parts | None = None  # a graph's own memory
-
-    @classmethod
-    def of(cls, kernel: cpu.ExpertKernel, hidden: torch.Tensor, factors: torch.Tensor, device: torch.device) -> "OnHost":
-        shape = (factors.numel(), kernel.hidden)
-        there = torch.zeros(shape, dtype=torch.float32, device=device)
-        return cls(kernel, hidden, factors, page_locked_like(there), there, torch.empty(shape, dtype=torch.float32))
+    before: Graph
+    behind: Graph
+    parts: Parts  # the memory of `before`
 
     def compute(self, group: Group, ids: np.ndarray) -> None:
         """The layer's output; the CPU computes this group's experts, of the choices int64 `[K]`."""
-        assert self.before is not None and self.behind is not None
         self.before.replay()
-        began_s, count = time.perf_counter(), len(group)
-        at = [int(np.flatnonzero(ids == expert)[0]) for expert in group.experts]
-        factors = self.factors.reshape(-1).float().numpy()[at]
-        starts, tokens = np.arange(count + 1, dtype=np.int32), np.zeros(count, np.int32)
-        self.kernel.parts(group.addresses.view(np.uint64), starts, tokens, factors, self.hidden, self.made[:count])
-        self.rows.numpy()[at] = self.made.numpy()[:count]
-        self.there.copy_(self.rows, non_blocking=True)
+        began_s, count, wanted = time.perf_counter(), len(group), ids.tolist()
+        at = [wanted.index(expert) for expert in group.experts]
+        self.experts.records[:count] = group.addresses
+        self.experts.factors[:count] = self.factors.float().numpy()[0, at]
+        self.experts.compute(count)
+        self.rows.numpy()[at] = self.experts.rows[:count]
         group.spans = [(began_s, time.perf_counter())]
         self.behind.replay()
 
@@ -76,9 +65,9 @@ class OnHost:
 class ExpertsCall:
     """A layer's experts: of what the graph before has left, into what the one behind reads.
 
-    `graph` computes them from records at the addresses of `table` int64 `[E]`, which `told` of the host has; None: launches do,
-    because they have two formats, or because what the graph first computed had other bits than what launches did. `ids`, of the
-    host, are the choices.
+    `graph` computes them from records whose addresses int64 `[E]` the host has `told`; None: launches do, because they have two
+    formats, or because what the graph first computed had other bits than what launches did. `ids`, of the host, are the choices.
+    `follows` is the next graph of the decoder.
     """
 
     paged: PagedLayer
@@ -86,19 +75,20 @@ class ExpertsCall:
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden, index, factors
     out: torch.Tensor
     graph: Graph | None
-    table: torch.Tensor
     told: torch.Tensor
     ids: torch.Tensor
     on_host: OnHost | None  # None: nothing is computed there
+    follows: Graph
     trusted: bool = False  # it was compared
     made: list[torch.Tensor] = field(default_factory=list)  # to be compared
 
-    def compute(self) -> None:
-        """Bring the experts in, and compute them by the graph if they come together."""
+    def compute(self) -> bool:
+        """Bring the experts in, and compute them by the graph if they come together; returns whether what follows was replayed
+        too: the host has things to note, which the device need not wait for."""
         if self.trusted and self.graph is not None:
             by_cpu = self.on_host is not None
-            if self.paged.at_once(self.ids.numel(), self._chosen, self.replayed, by_cpu) is not None:
-                return
+            if self.paged.at_once(self.ids.numel(), self._chosen, self._and_on, by_cpu) is not None:
+                return True
         self.paged.whole = self.whole if self.graph is not None else None
         try:
             out = self.paged.computed(self.module, *self.given)
@@ -112,12 +102,20 @@ class ExpertsCall:
                 self.graph = None
         if out is not self.out:
             self.out.copy_(out)
+        return False
 
     def _chosen(self) -> np.ndarray:
         """The choices of the pass under way, int64 `[K]`; all that it left in host memory is there."""
+        if self.on_host is not None:
+            cpu.rouse()  # while the device computes
         if self.out.is_cuda:
             torch.cuda.current_stream(self.out.device).synchronize()
-        return self.ids.numpy().reshape(-1)
+        return self.ids.numpy()[0]
+
+    def _and_on(self, group: Group, below: Group | None) -> torch.Tensor:
+        out = self.replayed(group, below)
+        self.follows.replay()
+        return out
 
     def whole(self, group: Group) -> torch.Tensor | None:
         """The output, of a group that has all experts of the pass; None: launches must compute it."""
@@ -125,9 +123,9 @@ class ExpertsCall:
         if self.trusted:
             return out
         self.made.append(out.clone())
-        if (apart := self.on_host) is not None and apart.before is not None and apart.behind is not None:
-            apart.before.replay()
-            apart.behind.replay()
+        if self.on_host is not None:
+            self.on_host.before.replay()
+            self.on_host.behind.replay()
             self.made.append(out.clone())
         return None
 
@@ -135,13 +133,11 @@ class ExpertsCall:
         """The output, by the graph; by two where `below` is computed on the host."""
         assert self.graph is not None
         told, addresses = self.told.numpy(), group.addresses
-        told[group.experts] = addresses  # the copy of the pass before has ended: its routing was read since
-        if below is not None:
-            told[below.experts] = -addresses[0]
-        self.table.copy_(self.told, non_blocking=True)
+        told[group.experts] = addresses  # the graph of the pass before has read it: its routing was read since
         if below is None:
             self.graph.replay()
         else:
             assert self.on_host is not None
-            self.on_host.compute(below, self.ids.numpy().reshape(-1))
+            told[below.experts] = -addresses[0]
+            self.on_host.compute(below, self.ids.numpy()[0])
         return self.out

@@ -178,24 +178,23 @@ def test_the_cpu_computes_misses_of_a_step_and_all_are_added_in_ascending_order(
         experts = served.runtime.configuration.experts
         kernels = opening._kernels(forms_of(served.model, experts.inventory), experts.inventory, experts.formats)
         served.runtime.context.serving.backend.host = FastExperts(experts.inventory, kernels)
-    pager, replayed, of = served.runtime.pager, ExpertsCall.replayed, set()
+    pager, added, of = served.runtime.pager, ExpertsCall._added, set()
     evenly = Ways("auto", (Rates(1.0, 1.0),), deterministic=True, in_steps_only=True)  # whatever is measured
     pager.core.ways, pager.ways = evenly, None
 
-    def compared(call, group, below=None):
-        out = replayed(call, group, below)
-        if below is not None:
-            of.add((len(group), len(below)))
-            ids, (parts, tiles, _) = call.ids.flatten().tolist(), call.on_host.parts
-            assert tiles[2].tolist() == [int(expert in group.experts) for expert in ids]
-            expected = torch.zeros(out.shape[1])
-            for expert in sorted(ids):
-                rows = call.on_host.rows if expert in below.experts else parts.cpu()
-                expected += rows[ids.index(expert)]
-            assert torch.equal(out[0].cpu(), expected.to(out.dtype))
+    def compared(call, on_host, below):
+        out = added(call, on_host, below)
+        ids, (parts, tiles, _) = call.ids.flatten().tolist(), on_host.parts
+        of.add(len(below))
+        assert tiles[2].tolist() == [int(expert not in below.experts) for expert in ids]
+        expected = torch.zeros(out.shape[1])
+        for expert in sorted(ids):
+            rows = on_host.rows if expert in below.experts else parts.cpu()
+            expected += rows[ids.index(expert)]
+        assert torch.equal(out[0].cpu(), expected.to(out.dtype))
         return out
 
-    monkeypatch.setattr(ExpertsCall, "replayed", compared)
+    monkeypatch.setattr(ExpertsCall, "_added", compared)
     for tokens in (5, 9) * 3:
         found = served.logits(tokens)[:, : 2 + WARM]  # greedy tokens may part later
         assert (found - plain(tokens=tokens)[:, : 2 + WARM]).abs().max() < 0.1 * plain(tokens=tokens).std()

@@ -78,7 +78,11 @@ def pager_of(at_once, slabs, order="lfu", hosts=(), **options):
 
 
 def at_once(pager, layer, ids, compute=lambda group, below: group.experts):
-    return pager.at_once(layer, np.array(ids), compute, 0.0)
+    def begun(group, below):
+        made = compute(group, below)
+        return lambda: made
+
+    return pager.at_once(layer, np.array(ids), begun, 0.0)
 
 
 def serve(pager, layer, ids) -> tuple[bool, list[int]]:

@@ -127,11 +127,14 @@ def wrong_reads(
         if (read := set(weights.tolist())) != {wanted}:
             wrong.append((wanted, read))
 
-    def launch(layer: int, group: Group, below: Group | None = None) -> bool:
+    def launch(layer: int, group: Group) -> None:
         for lent in group:
             reading = functools.partial(kernel, lent.weights["w"], number(layer, lent.expert))
             cuda.launch(reading), cuda.launch(reading)  # a long kernel reads early and late
-        return True
+
+    def launched(layer: int, group: Group, below: Group | None):
+        launch(layer, group)
+        return lambda: True
 
     try:
         for _ in range(steps):
@@ -140,7 +143,7 @@ def wrong_reads(
                 if readback:
                     cuda.compute.synchronize()
                 chosen = sorted(rng.sample(range(EXPERTS), TOP_K))
-                if at_once and pager.at_once(layer, np.array(chosen[::-1]), functools.partial(launch, layer), 0.0):
+                if at_once and pager.at_once(layer, np.array(chosen[::-1]), functools.partial(launched, layer), 0.0):
                     served_at_once += 1
                     continue
                 with pager.demand(layer, chosen) as demand:

@@ -69,6 +69,8 @@ _SIZE, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32
 _start = function("vismoe_start", [_SIZE, _NUMBER])
 _rouse = function("vismoe_rouse", [])
 _experts = function("vismoe_experts", [_PLACE, _SIZE, _SIZE, *[_PLACE] * 6, _NUMBER, _PLACE, _NUMBER], _NUMBER)
+_experts_begin = function("vismoe_experts_begin", [_PLACE, _SIZE, *[_PLACE] * 5, _NUMBER, _PLACE], _NUMBER)
+_experts_end = function("vismoe_experts_end", [], _NUMBER)
 _experts_arriving = function(
     "vismoe_experts_arriving", [_PLACE, _SIZE, _SIZE, *[_PLACE] * 6, _NUMBER, *[_PLACE] * 2, _SIZE, *[_PLACE] * 3], _NUMBER
 )
@@ -262,8 +264,8 @@ class ExpertKernel:
 
 class TokenExperts:
     """Experts of one token, of inputs that always lie in the same memory: hidden `[1, H]`, of a type that `ExpertKernel.parts`
-    takes. `records` uint64 `[K]`, `factors` and `rows` float32 `[K]` and `[K, H]` are its own; little Python comes before the
-    kernels."""
+    takes. `records` uint64 `[K]`, `factors` and `rows` float32 `[K]` and `[K, H]` are its own. The other compute threads work
+    between `begin` and `end`, as this thread goes on; it has the memory of its caches to itself then."""
 
     def __init__(self, kernel: ExpertKernel, hidden: Tensor, most: int):
         setup()
@@ -275,19 +277,21 @@ class TokenExperts:
         _, _, starts, tokens = self._held
         self._call = (
             self.records.ctypes.data,
-            None,
             starts.ctypes.data,
             tokens.ctypes.data,
             self.factors.ctypes.data,
             hidden.data_ptr(),
             DTYPES.index(hidden.dtype),
             self.rows.ctypes.data,
-            0,
         )
 
-    def compute(self, count: int) -> None:
-        """The first `count` rows: factor * expert(hidden) of as many records."""
-        refuse(_experts()(self._held[0]._experts, 1, count, *self._call))
+    def begin(self, count: int) -> None:
+        """The first `count` rows will be factor * expert(hidden) of as many records, which stay until then."""
+        refuse(_experts_begin()(self._held[0]._experts, count, *self._call))
+
+    def end(self) -> None:
+        """They are."""
+        refuse(_experts_end()())
 
 
 def rouse() -> None:

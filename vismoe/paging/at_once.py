@@ -110,22 +110,26 @@ def _below(core: Residency, layer: int, experts: list[int]) -> Group:
 
 
 def computed(core: Residency, layer: int, step: OneStep) -> None:
-    """The computation is queued, and what the CPU computes is there."""
+    """The computation is queued, and the CPU has begun."""
     taken, below = step
     table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
     _count_evicted(core, layer, taken)
     missing, wanted = [taken.experts[i] for i in taken.missing], taken.experts
     if below is not None:
         wanted, missing = sorted(wanted + below.experts), sorted(missing + below.experts)
-        nbytes, phase = table.pool.record_bytes[HIGH], core.phase
-        core.metrics.add("computed_on_host", phase, layer, len(below))
-        core.metrics.add("bytes_computed_on_host", phase, layer, len(below) * nbytes)
-        core.hosts[HIGH].let_go()
+        core.metrics.add("computed_on_host", core.phase, layer, len(below))
+        core.metrics.add("bytes_computed_on_host", core.phase, layer, len(below) * table.pool.record_bytes[HIGH])
         table.used_on_host(np.add(below.experts, table.base[layer]))
-        assert core.ways is not None
-        core.cpu_pace.took(phase, below.computed_s, core.ways.step_s(geometry, len(below), nbytes))
     core.enter(layer, wanted)
     core.count(layer, wanted, missing, 0)
     table.loaded(taken, core.tick)
     core.link.released(geometry, taken.slabs)
     core.admit_none()  # the misses that were used most have just been copied
+
+
+def computed_below(core: Residency, layer: int, below: Group) -> None:
+    """What the CPU computes is there."""
+    core.hosts[HIGH].let_go()
+    assert core.ways is not None
+    geometry, nbytes = core.inventory.layers[layer].geometry, core.table_of[layer].pool.record_bytes[HIGH]
+    core.cpu_pace.took(core.phase, below.computed_s, core.ways.step_s(geometry, len(below), nbytes))

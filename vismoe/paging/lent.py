@@ -1,8 +1,8 @@
 """What the pager hands out: experts that can be computed now, by their weights or by the addresses of their records."""
 
 import ctypes
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +11,8 @@ from vismoe.kernels.read import Arrival
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH
+
+T = TypeVar("T")
 
 
 class Lent(NamedTuple):
@@ -70,6 +72,10 @@ class Group:
         if self._precision is not None:
             return np.full(len(self.slabs), self._precision, np.uint8)
         return None if self._pool.precision is None else self._pool.precision[self.slabs]
+
+
+Compute = Callable[[Group, Group | None], Callable[[], T]]  # of experts on the device and on the host; it begins, and what it
+# returns ends it
 
 
 class Lending(Protocol):

@@ -20,7 +20,7 @@ from vismoe.locks import RunningCall, under
 from vismoe.paging import at_once
 from vismoe.paging.changes import whole
 from vismoe.paging.demand import Demand
-from vismoe.paging.lent import Group
+from vismoe.paging.lent import Compute, Group
 from vismoe.paging.page_table import PageTable
 from vismoe.paging.residency import Residency
 from vismoe.paging.tickets import Ticket
@@ -193,25 +193,26 @@ class Pager:
         them can also compute from host memory."""
         return self.timeline is None and at_once.fits(self.core, layer, experts, by_cpu)
 
-    def at_once(self, layer: int, ids: np.ndarray, compute: Callable[[Group, Group | None], Made], began_s: float) -> Made | None:
-        """What `compute(group, below)` returns, which queues the computation of all experts int64 `[n]` that one token wants of
-        the layer, in one change; None, and nothing has changed, where they must be demanded. `below`: those that the CPU computes
-        from host memory, whose `spans` it leaves; None: none. `compute` raises no error of our own. began_s: when the experts
-        function was called."""
+    def at_once(self, layer: int, ids: np.ndarray, compute: Compute[Made], began_s: float) -> Made | None:
+        """Compute all experts int64 `[n]` that one token wants of the layer, in one change; None, and nothing has changed, where
+        they must be demanded. `compute(group, below)` begins, and what it returns ends that and returns the result of this.
+        `below`: those that the CPU computes from host memory, whose `spans` it leaves; None: none. `compute` raises no error of
+        our own. began_s: when the experts function was called."""
         return self.changes.make(self._at_once, layer, ids, compute, began_s)
 
-    def _at_once(
-        self, layer: int, ids: np.ndarray, compute: Callable[[Group, Group | None], Made], began_s: float
-    ) -> Made | None:
+    def _at_once(self, layer: int, ids: np.ndarray, compute: Compute[Made], began_s: float) -> Made | None:
         core = self.core
         self._claim()
         step = at_once.take(core, layer, ids)
         if step is None:
             return None
         queued_s = time.perf_counter()
-        made = compute(Group(step.taken.experts, core.table_of[layer].pool, step.taken.slabs), step.below)
-        ended_s = time.perf_counter()
+        end = compute(Group(step.taken.experts, core.table_of[layer].pool, step.taken.slabs), step.below)
         at_once.computed(core, layer, step)
+        made = end()
+        if step.below is not None:
+            at_once.computed_below(core, layer, step.below)
+        ended_s = time.perf_counter()
         self.metrics.add("compute_seconds", core.phase, layer, ended_s - queued_s)
         self._count_layer(core.phase, layer, ended_s - began_s, len(ids), 0)
         self._step_ended_s = ended_s

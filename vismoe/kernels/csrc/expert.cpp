@@ -45,6 +45,14 @@ struct Task {
 std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
 
 // ------------------------------------------------------------------ the process's threads and workspace
+struct State;
+
+// A call that was begun: the compute threads work on it, unless it is small. `finish` waits for them, or does what they do not.
+struct Begun {
+  virtual ~Begun() = default;
+  virtual std::int32_t finish(State& s) = 0;
+};
+
 struct State {
   std::mutex mutex;  // one call at a time
   std::size_t threads = 1;
@@ -56,6 +64,7 @@ struct State {
   std::unique_ptr<std::atomic<std::size_t>[]> up_left;
   std::size_t up_left_size = 0;
   std::vector<std::int32_t> rows, row_starts;  // of combine
+  std::unique_ptr<Begun> begun;                // uses the members above
 
   Pool& started_pool() {
     if (!pool) pool = std::make_unique<Pool>(threads);
@@ -85,6 +94,18 @@ struct State {
     }
     return up_left.get();
   }
+};
+
+// One call at a time; what was begun, by a caller that did not come back, ends first.
+class Alone {
+ public:
+  explicit Alone(State& s) : lock_(s.mutex) {
+    if (s.begun) s.begun->finish(s);
+    s.begun.reset();
+  }
+
+ private:
+  std::lock_guard<std::mutex> lock_;
 };
 
 State* state = nullptr;
@@ -138,7 +159,19 @@ class Job {
   // Runs all tasks; this thread runs them alone where they read fewer than kAloneBytes.
   void run_all(State& s) {
     if (bytes_ < kAloneBytes) return work(0);
-    s.started_pool().run([](void* job, std::size_t thread) { static_cast<Job*>(job)->work(thread); }, this);
+    s.started_pool().run(work_of, this);
+  }
+
+  // The same in two steps: between them the other threads work.
+  void begin(State& s) {
+    if (bytes_ >= kAloneBytes) s.started_pool().begin(work_of, this);
+  }
+  void finish(State& s) {
+    if (bytes_ < kAloneBytes) return work(0);
+    Pool& pool = s.started_pool();
+    while (pool.working() && next_.load(std::memory_order_relaxed) < tasks_.size()) pause_core();
+    work(0);  // what nobody has claimed
+    pool.finish();
   }
 
  protected:
@@ -163,6 +196,8 @@ class Job {
   std::size_t least_rows_ = 16;  // of a task
 
  private:
+  static void work_of(void* job, std::size_t thread) { static_cast<Job*>(job)->work(thread); }
+
   // Each thread claims one task ahead. No wait is endless: a task waits for earlier ones only, and the earliest unfinished task
   // is running, since only a still earlier task could hold up the thread that claimed it.
   void work(std::size_t thread) {
@@ -452,6 +487,21 @@ class ExpertsJob : public PackedJob {
   std::atomic<bool> damaged_{false};
 };
 
+struct BegunExperts : Begun {
+  BegunExperts(State& s, const Kernels& kernels, const Records& its_records, const Input& its_input, const float* factors,
+               float* out)
+      : records(its_records), input(its_input), job(s, kernels, records, input, nullptr, factors, out, kApart) {}
+
+  std::int32_t finish(State& s) override {
+    job.finish(s);
+    return job.damaged() ? 2 : 0;
+  }
+
+  const Records records;
+  const Input input;
+  ExpertsJob job;
+};
+
 // Products of the same inputs with several matrices, for all of which these kernels compute.
 class LinearsJob : public PackedJob {
  public:
@@ -576,7 +626,7 @@ template <class T>
 std::int32_t compute_rows(void (*Kernels::*compute)(const T&, std::size_t, std::size_t), const T& of, std::size_t rows,
                           std::size_t bytes) try {
   State& s = the_state();
-  std::lock_guard<std::mutex> lock(s.mutex);
+  const Alone alone(s);
   RowsJob<T>(s, kernels_for(s.isa, kFp32).*compute, of, rows, bytes).run_all(s);
   return 0;
 } catch (const std::exception&) {
@@ -699,18 +749,18 @@ VISMOE_API std::uint32_t vismoe_isas() {
   return found;
 }
 
-// Sets the threads and the instruction set of all later calls, and frees the workspace. The first call that needs threads starts
-// them.
 // Wakes the compute threads, which then spin for a while: the next call comes soon.
 VISMOE_API void vismoe_rouse() {
   State& s = the_state();
-  std::lock_guard<std::mutex> lock(s.mutex);
+  const Alone alone(s);
   s.started_pool().rouse();
 }
 
+// Sets the threads and the instruction set of all later calls, and frees the workspace. The first call that needs threads starts
+// them.
 VISMOE_API void vismoe_start(std::size_t threads, std::int32_t isa) {
   State& s = the_state();
-  std::lock_guard<std::mutex> lock(s.mutex);
+  const Alone alone(s);
   if (threads != s.threads) s.pool.reset();
   s.free_workspace();
   s.threads = threads;
@@ -728,7 +778,7 @@ VISMOE_API std::size_t vismoe_workspace_bytes(const Expert* experts, std::size_t
 // Bytes of the workspace now.
 VISMOE_API std::size_t vismoe_held_bytes() {
   State& s = the_state();
-  std::lock_guard<std::mutex> lock(s.mutex);
+  const Alone alone(s);
   return s.workspace_bytes;
 }
 
@@ -743,7 +793,7 @@ VISMOE_API std::int32_t vismoe_experts(const Expert* experts, std::size_t format
                                        const float* factors, const void* hidden, std::int32_t dtype, float* out,
                                        std::int32_t outcome) try {
   State& s = the_state();
-  std::lock_guard<std::mutex> lock(s.mutex);
+  const Alone alone(s);
   const Records records{{experts, formats}, n, addresses, precisions, starts};
   const Kernels& kernels = records.formats.kernels(s.isa, static_cast<Dtype>(dtype));
   const Input input{hidden, static_cast<Dtype>(dtype), experts->hidden(), tokens};
@@ -754,11 +804,37 @@ VISMOE_API std::int32_t vismoe_experts(const Expert* experts, std::size_t format
   return 1;
 }
 
+// Begins what vismoe_experts does for one token, with kApart: the other compute threads work until vismoe_experts_end, which waits
+// for them and has the outcome, or any other call. All that is named here stays as it is until then. Returns 0, or 1 as above.
+VISMOE_API std::int32_t vismoe_experts_begin(const Expert* experts, std::size_t n, const std::uint64_t* addresses,
+                                             const std::int32_t* starts, const std::int32_t* tokens, const float* factors,
+                                             const void* hidden, std::int32_t dtype, float* out) try {
+  State& s = the_state();
+  const Alone alone(s);
+  const Formats formats{experts, 1};
+  const Kernels& kernels = formats.kernels(s.isa, static_cast<Dtype>(dtype));
+  auto begun = std::make_unique<BegunExperts>(s, kernels, Records{formats, n, addresses, nullptr, starts},
+                                              Input{hidden, static_cast<Dtype>(dtype), experts->hidden(), tokens}, factors, out);
+  begun->job.begin(s);
+  s.begun = std::move(begun);
+  return 0;
+} catch (const std::exception&) {
+  return 1;
+}
+
+VISMOE_API std::int32_t vismoe_experts_end() {
+  State& s = the_state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  const std::int32_t outcome = s.begun ? s.begun->finish(s) : 0;  // else another call has ended it
+  s.begun.reset();
+  return outcome;
+}
+
 // The out [n, rows] of each product = x [n, inputs] weight [rows, inputs]^T + bias, in the type of x. Returns 0 or 1, as above.
 VISMOE_API std::int32_t vismoe_linears(const Product* products, std::size_t count, const void* x, std::int32_t dtype,
                                        std::size_t n) try {
   State& s = the_state();
-  std::lock_guard<std::mutex> lock(s.mutex);
+  const Alone alone(s);
   const auto kernels_of = [&](std::size_t p) -> const Kernels& {
     return kernels_for(s.isa, static_cast<Dtype>(dtype), *products[p].matrix);
   };
@@ -783,7 +859,7 @@ VISMOE_API std::int32_t vismoe_linear(const Matrix* matrix, const void* weight, 
 VISMOE_API std::int32_t vismoe_restore(const Matrix* matrix, const void* weight, std::int32_t via, std::int32_t dtype,
                                        void* out) try {
   State& s = the_state();
-  std::lock_guard<std::mutex> lock(s.mutex);
+  const Alone alone(s);
   const Kernels& kernels = kernels_for(s.isa, kFp32, *matrix);
   RestoreJob job(s, kernels, *matrix, weight, out, static_cast<Dtype>(via), static_cast<Dtype>(dtype));
   job.run_all(s);
@@ -796,7 +872,7 @@ VISMOE_API std::int32_t vismoe_restore(const Matrix* matrix, const void* weight,
 VISMOE_API std::int32_t vismoe_combine(const float* parts, const std::int32_t* tokens, std::size_t pairs, std::size_t columns,
                                        void* out, std::int32_t dtype, std::size_t count) try {
   State& s = the_state();
-  std::lock_guard<std::mutex> lock(s.mutex);
+  const Alone alone(s);
   CombineJob job(s, kernels_for(s.isa, kFp32), parts, tokens, pairs, columns, out, static_cast<Dtype>(dtype), count);
   job.run_all(s);
   return 0;
@@ -835,7 +911,7 @@ VISMOE_API std::int32_t vismoe_attend(const AttentionRow* rows, std::size_t coun
                                       std::size_t columns, std::size_t value_columns, float scale, std::int32_t dtype,
                                       std::int32_t mask_dtype) try {
   State& s = the_state();
-  std::lock_guard<std::mutex> lock(s.mutex);
+  const Alone alone(s);
   const Attention a{groups, heads, columns, value_columns, scale, static_cast<Dtype>(dtype), static_cast<Dtype>(mask_dtype)};
   AttentionJob(s, kernels_for(s.isa, kFp32), a, rows, count).run_all(s);
   return 0;
@@ -847,7 +923,7 @@ VISMOE_API std::int32_t vismoe_attend(const AttentionRow* rows, std::size_t coun
 // or more. Returns 0 or 1, as above.
 VISMOE_API std::int32_t vismoe_attend_prompt(const PromptAttention* attention) try {
   State& s = the_state();
-  std::lock_guard<std::mutex> lock(s.mutex);
+  const Alone alone(s);
   PromptAttentionJob(s, kernels_for(s.isa, attention->dtype), *attention).run_all(s);
   return 0;
 } catch (const std::exception&) {

@@ -57,25 +57,31 @@ void Pool::stop() {
 }
 
 void Pool::run(Work work, void* job) {
-  if (!workers_.empty()) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      work_ = work;
-      job_ = job;
-      jobs_++;
-    }
-    wake_.notify_all();
-  }
+  begin(work, job);
   work(job, 0);
-  if (!workers_.empty()) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      work_ = nullptr;  // a worker that wakes up now takes no part in this job
-    }
-    if (spin([this] { return busy_ == 0; }, Clock::now() + kLongSpin)) return;
-    std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [this] { return busy_ == 0; });
+  finish();
+}
+
+void Pool::begin(Work work, void* job) {
+  if (workers_.empty()) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    work_ = work;
+    job_ = job;
+    jobs_++;
   }
+  wake_.notify_all();
+}
+
+void Pool::finish() {
+  if (workers_.empty()) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    work_ = nullptr;  // a worker that wakes up now takes no part in this job
+  }
+  if (spin([this] { return busy_ == 0; }, Clock::now() + kLongSpin)) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  done_.wait(lock, [this] { return busy_ == 0; });
 }
 
 void Pool::rouse() {

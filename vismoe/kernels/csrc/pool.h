@@ -25,6 +25,11 @@ class Pool {
   std::size_t threads() const { return workers_.size() + 1; }
   // Calls work(job, thread) here and in every worker that wakes up in time; returns when all started calls have returned.
   void run(Work work, void* job);
+  // The same in steps: `begin` returns at once, and whoever calls `finish` has done what is left.
+  void begin(Work work, void* job);
+  void finish();
+  // Whether a worker is in a job.
+  bool working() const { return busy_ > 0; }
   // Wakes the workers, which then spin for a while: the next job comes soon.
   void rouse();
 

@@ -26,7 +26,7 @@ from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.gpu_experts import GpuExperts, GpuWork
 from vismoe.models.moe.resident import ResidentLayers
 from vismoe.models.moe.step_context import ExpertService, Interrupted, Step, StepContext
-from vismoe.paging.lent import Group
+from vismoe.paging.lent import Compute, Group
 from vismoe.pools.readback import on_host
 from vismoe.timeline import COMPUTE
 from vismoe.types import Phase, TokenKind
@@ -82,11 +82,7 @@ class PagedLayer:
         return self.context.serving.pager.asks_cpu_in_steps
 
     def at_once(
-        self,
-        choices: int,
-        read: Callable[[], np.ndarray],
-        compute: Callable[[Group, Group | None], torch.Tensor],
-        by_cpu: bool,
+        self, choices: int, read: Callable[[], np.ndarray], compute: Compute[torch.Tensor], by_cpu: bool
     ) -> torch.Tensor | None:
         """The layer's output for one token, by `compute`, in one step with its copies; None: its experts must be demanded. `read`
         waits for its choices, int64 `[K]`. by_cpu: `compute` can let the CPU compute some."""

@@ -5,8 +5,10 @@ computes the experts on the device, behind their copies; meanwhile the CPU compu
 ascending id as ever. What the CPU reads was left in page-locked memory by the graph of the decoder, in its order.
 """
 
+import functools
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,16 +49,23 @@ class OnHost:
     before: Graph
     behind: Graph
     parts: Parts  # the memory of `before`
+    _begun: tuple[list[int], float] = ([], 0.0)  # which choices, and when
 
-    def compute(self, group: Group, ids: np.ndarray) -> None:
-        """The layer's output; the CPU computes this group's experts, of the choices int64 `[K]`."""
-        self.before.replay()
+    def begin(self, group: Group, ids: np.ndarray) -> None:
+        """The CPU begins with this group's experts, of the choices int64 `[K]`, and the device with the others."""
         began_s, count, wanted = time.perf_counter(), len(group), ids.tolist()
         at = [wanted.index(expert) for expert in group.experts]
         self.experts.records[:count] = group.addresses
         self.experts.factors[:count] = self.factors.float().numpy()[0, at]
-        self.experts.compute(count)
-        self.rows.numpy()[at] = self.experts.rows[:count]
+        self.experts.begin(count)
+        self._begun = at, began_s
+        self.before.replay()
+
+    def end(self, group: Group) -> None:
+        """The layer's output, of both."""
+        at, began_s = self._begun
+        self.experts.end()
+        self.rows.numpy()[at] = self.experts.rows[: len(at)]
         group.spans = [(began_s, time.perf_counter())]
         self.behind.replay()
 
@@ -87,7 +96,7 @@ class ExpertsCall:
         too: the host has things to note, which the device need not wait for."""
         if self.trusted and self.graph is not None:
             by_cpu = self.on_host is not None
-            if self.paged.at_once(self.ids.numel(), self._chosen, self._and_on, by_cpu) is not None:
+            if self.paged.at_once(self.ids.numel(), self._chosen, self._begin, by_cpu) is not None:
                 return True
         self.paged.whole = self.whole if self.graph is not None else None
         try:
@@ -112,14 +121,22 @@ class ExpertsCall:
             torch.cuda.current_stream(self.out.device).synchronize()
         return self.ids.numpy()[0]
 
-    def _and_on(self, group: Group, below: Group | None) -> torch.Tensor:
-        out = self.replayed(group, below)
+    def _begin(self, group: Group, below: Group | None) -> Callable[[], torch.Tensor]:
+        """A `Compute`. What follows is replayed as soon as it can be."""
+        end = self.begun(group, below)
+        if below is not None:
+            return functools.partial(self._end, end)
+        out = self._end(end)
+        return lambda: out
+
+    def _end(self, end: Callable[[], torch.Tensor]) -> torch.Tensor:
+        out = end()
         self.follows.replay()
         return out
 
     def whole(self, group: Group) -> torch.Tensor | None:
         """The output, of a group that has all experts of the pass; None: launches must compute it."""
-        out = self.replayed(group)
+        out = self.begun(group)()
         if self.trusted:
             return out
         self.made.append(out.clone())
@@ -129,15 +146,19 @@ class ExpertsCall:
             self.made.append(out.clone())
         return None
 
-    def replayed(self, group: Group, below: Group | None = None) -> torch.Tensor:
-        """The output, by the graph; by two where `below` is computed on the host."""
+    def begun(self, group: Group, below: Group | None = None) -> Callable[[], torch.Tensor]:
+        """Begins with the output, by the graph; by two where `below` is computed on the host. What this returns ends it."""
         assert self.graph is not None
         told, addresses = self.told.numpy(), group.addresses
         told[group.experts] = addresses  # the graph of the pass before has read it: its routing was read since
         if below is None:
             self.graph.replay()
-        else:
-            assert self.on_host is not None
-            told[below.experts] = -addresses[0]
-            self.on_host.compute(below, self.ids.numpy()[0])
+            return lambda: self.out
+        assert self.on_host is not None
+        told[below.experts] = -addresses[0]
+        self.on_host.begin(below, self.ids.numpy()[0])
+        return functools.partial(self._added, self.on_host, below)
+
+    def _added(self, on_host: OnHost, below: Group) -> torch.Tensor:
+        on_host.end(below)
         return self.out

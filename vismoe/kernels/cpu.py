@@ -268,6 +268,7 @@ class TokenExperts:
     between `begin` and `end`, as this thread goes on; it has the memory of its caches to itself then."""
 
     def __init__(self, kernel: ExpertKernel, hidden: Tensor, most: int):
+        self._end = _experts_end()
         setup()
         _check_rows(hidden, 1, kernel.hidden, DTYPES)
         assert len(kernel.formats) == 1, "of one format"
@@ -291,7 +292,10 @@ class TokenExperts:
 
     def end(self) -> None:
         """They are."""
-        refuse(_experts_end()())
+        refuse(self._end())
+
+    def __del__(self) -> None:
+        self._end()  # an interrupt may have come between: nothing may still write into what is freed now
 
 
 def rouse() -> None:

@@ -38,8 +38,8 @@ STAGES = (
     CheckStage("contest", 109, "8 of 48 layers, against transformers and accelerate", "contest:contest", checkpoint="contest"),
     CheckStage("resident", 65, "every expert on the device, 4 of 48 layers", "contest:resident", checkpoint="small"),
     CheckStage("policies", 50, "two formats at once, 4 of 48 layers", "contest:policies", checkpoint="small"),
-    CheckStage("image", 30, "a question about a picture, end to end", "contest:image", checkpoint="small"),
-    CheckStage("whole", 95, "as many of 48 layers as the disk holds, raw and int4", "contest:whole", checkpoint="whole"),
+    CheckStage("image", 40, "a question about a picture, end to end", "contest:image", checkpoint="small"),
+    CheckStage("whole", 85, "as many of 48 layers as the disk holds, raw and int4", "contest:whole", checkpoint="whole"),
 )
 STORES = {"contest": (), "small": ("int4", "int2"), "whole": ("int4",)}  # packed beside each checkpoint
 NAMES = tuple(stage.name for stage in STAGES)

@@ -32,6 +32,7 @@ constexpr std::size_t kTasksOfThread = 32;       // the aim, so that threads fin
 constexpr std::size_t kAloneBytes = 128 * 1024;  // one thread reads less than this before another has woken up
 constexpr std::size_t kPackBytes = 256 * 1024;   // inputs of one packing task
 constexpr std::size_t kBlockBytes = 2 * lossless::kBlockWeights;  // decoded before and behind the rows that are wanted, at most
+constexpr std::size_t kEnoughThreads = 6;        // of which one can be left to something else
 constexpr std::size_t kGroup = 16;               // rows that kernels for prompts pack together
 
 enum Stage { kPack, kUp, kDown, kProduct, kCombine, kRowwise, kAttend };
@@ -169,7 +170,9 @@ class Job {
   void finish(State& s) {
     if (bytes_ < kAloneBytes) return work(0);
     Pool& pool = s.started_pool();
-    while (pool.working() && next_.load(std::memory_order_relaxed) < tasks_.size()) pause_core();
+    if (pool.threads() >= kEnoughThreads) {  // this one is hardly missed, and its caches keep what it does between such calls
+      while (pool.working() && next_.load(std::memory_order_relaxed) < tasks_.size()) pause_core();
+    }
     work(0);  // what nobody has claimed
     pool.finish();
   }

@@ -54,20 +54,16 @@ class Queueing(Mover):
 
 
 class EveryRecord:
-    """A tier below the device that has all experts, each in the slab of its number."""
+    """A tier below the device that has all experts for good, each in the slab of its number."""
 
     def __init__(self):
-        self.pools, self.held = (SlabPool(LAYOUT, LAYERS * EXPERTS),), set()
+        self.pools = (SlabPool(LAYOUT, LAYERS * EXPERTS),)
 
     def has(self, experts):
         return [True for _ in experts]
 
-    def hold(self, experts):
-        self.held |= set(experts)
-        return {expert: expert.layer * EXPERTS + expert.expert for expert in self.held}
-
-    def let_go(self):
-        self.held.clear()
+    def places_for_good(self, geometry, experts):
+        return experts
 
     def close(self):
         pass
@@ -77,12 +73,24 @@ def pager_of(at_once, slabs, order="lfu", hosts=(), **options):
     return Pager(INVENTORY, (SlabPool(LAYOUT, slabs),), Queueing(at_once, hosts), order=order, threads=0, **options)
 
 
-def at_once(pager, layer, ids, compute=lambda group, below: group.experts):
-    def begun(group, below):
-        made = compute(group, below)
-        return lambda: made
+class Computed:
+    """A computation by a function of (what the device computes, what the CPU does, or None)."""
 
-    return pager.at_once(layer, np.array(ids), begun, 0.0)
+    def __init__(self, compute):
+        self.compute, self.below = compute, None
+
+    def begin_on_host(self, below):
+        self.below = below
+
+    def begin(self, group):
+        self.made = self.compute(group, self.below)
+
+    def end(self):
+        return self.made
+
+
+def at_once(pager, layer, ids, compute=lambda group, below: group.experts):
+    return pager.at_once(layer, np.array(ids), Computed(compute), 0.0)
 
 
 def serve(pager, layer, ids) -> tuple[bool, list[int]]:
@@ -179,8 +187,7 @@ def test_an_interrupt_leaves_nothing_that_was_not_copied(full):
 def test_the_cpu_computes_the_misses_that_were_used_least(data, slabs):
     """By rates that give it as many as the link, rounded down; what it computes takes no slab, and is worth more afterwards."""
     ways = Ways("auto", (Rates(1.0, 1e-9),), step_rates=(Rates(1.0, 0.9),), in_steps_only=True)
-    host = EveryRecord()
-    pager = pager_of(True, slabs, hosts=(host,), ways=ways)
+    pager = pager_of(True, slabs, hosts=(EveryRecord(),), ways=ways)
     table, copies, computed_there = pager.tables[0], pager.transfer._mover.copies, 0
     pager.begin_step(Phase.DECODE)
     for layer, first in itertools.product(range(LAYERS), (0, TOP_K, EXPERTS - TOP_K)):
@@ -199,12 +206,12 @@ def test_the_cpu_computes_the_misses_that_were_used_least(data, slabs):
                 on_host = [] if below is None else below.experts
                 assert on_host == expected and group.experts == sorted(set(ids) - set(expected))
                 if below is not None:
-                    assert below.on_host and below.slabs.tolist() == [flat[expert] for expert in on_host] and host.held
+                    assert below.on_host and below.slabs.tolist() == [flat[expert] for expert in on_host]
                     below.spans = [(0.0, ways.step_s(0, len(below), LAYOUT.record_bytes))]
                 return on_host
 
             assert pager.may_serve_at_once(layer, TOP_K, by_cpu=True) and not pager.may_serve_at_once(layer, TOP_K)
-            assert at_once(pager, layer, ids, compute) == expected and not host.held
+            assert at_once(pager, layer, ids, compute) == expected
             assert sorted(expert for expert, _ in copies[before:]) == [flat[e] for e in missing if e not in expected]
             assert all(table.slab_of[flat[expert]] < 0 < table.uses[flat[expert]] - uses[flat[expert]] for expert in expected)
             computed_there += len(expected)

@@ -132,9 +132,8 @@ def wrong_reads(
             reading = functools.partial(kernel, lent.weights["w"], number(layer, lent.expert))
             cuda.launch(reading), cuda.launch(reading)  # a long kernel reads early and late
 
-    def launched(layer: int, group: Group, below: Group | None):
-        launch(layer, group)
-        return lambda: True
+    def launched(layer: int):
+        return SimpleNamespace(begin=functools.partial(launch, layer), begin_on_host=None, end=lambda: True)
 
     try:
         for _ in range(steps):
@@ -143,7 +142,7 @@ def wrong_reads(
                 if readback:
                     cuda.compute.synchronize()
                 chosen = sorted(rng.sample(range(EXPERTS), TOP_K))
-                if at_once and pager.at_once(layer, np.array(chosen[::-1]), functools.partial(launched, layer), 0.0):
+                if at_once and pager.at_once(layer, np.array(chosen[::-1]), launched(layer), 0.0):
                     served_at_once += 1
                     continue
                 with pager.demand(layer, chosen) as demand:

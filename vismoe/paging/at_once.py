@@ -8,6 +8,7 @@ Where link and CPU together are sooner, the CPU computes some of the misses mean
 least, since what is copied has a slab from then on.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from vismoe.paging.eviction import MOST_AT_ONCE, Taken
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Ways
 from vismoe.paging.residency import Residency
-from vismoe.types import HIGH, ExpertId, Phase
+from vismoe.types import HIGH, Phase
 
 
 class OneStep(NamedTuple):
@@ -38,17 +39,19 @@ def fits(core: Residency, layer: int, experts: int, by_cpu: bool) -> bool:
     return core.link.can_queue(geometry)
 
 
-def take(core: Residency, layer: int, ids: np.ndarray) -> OneStep | None:
+def take(core: Residency, layer: int, ids: np.ndarray, begin_on_host: Callable[[Group], None]) -> OneStep | None:
     """Slabs for the experts int64 `[n]` that one token wants of the layer, with copies queued of those that are missing: what is
     queued from now on may compute them; then say `computed`. None: they must be demanded, and nothing has changed. Raises
-    TransferError."""
+    TransferError. begin_on_host: of those that the CPU computes, which begins first, as it takes longest."""
     table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
     named, flat = ids.tolist(), ids + table.base[layer]
     known = min(named) >= 0 and max(named) < core.inventory.layers[layer].num_experts
     if not (known and fits(core, layer, len(named), by_cpu=True) and core.link.can_queue(geometry, flat)):
         return None
-    on_host = [] if core.ways is None else _on_host(core, core.ways, layer, named, flat)
-    if on_host:
+    below = None
+    if core.ways is not None and (on_host := _on_host(core, core.ways, layer, named, flat)):
+        below = _lying_on_host(core, layer, on_host)
+        begin_on_host(below)
         ids = np.array([expert for expert in named if expert not in on_host])
     taken = table.take_slabs(layer, ids, core.window)
     if taken is None:
@@ -57,7 +60,7 @@ def take(core: Residency, layer: int, ids: np.ndarray) -> OneStep | None:
         _queue(core, layer, taken)
     else:
         core.link.arrive(geometry, taken.slabs)
-    return OneStep(taken, _below(core, layer, on_host) if on_host else None)
+    return OneStep(taken, below)
 
 
 def _queue(core: Residency, layer: int, taken: Taken) -> None:
@@ -101,12 +104,12 @@ def _on_host(core: Residency, ways: Ways, layer: int, named: list[int], flat: np
     return sorted(sorted(missing, key=lambda expert: (uses[expert], expert))[:count])
 
 
-def _below(core: Residency, layer: int, experts: list[int]) -> Group:
-    """Experts in host memory, held there until the layer is computed."""
-    host, ids = core.hosts[HIGH], [ExpertId(layer, expert) for expert in experts]
-    held = host.hold(ids)
-    places = np.array([held[expert] for expert in ids])
-    return Group(experts, host.pools[core.inventory.layers[layer].geometry], places, on_host=True)
+def _lying_on_host(core: Residency, layer: int, experts: list[int]) -> Group:
+    """Experts in host memory, which they never leave."""
+    host, geometry = core.hosts[HIGH], core.inventory.layers[layer].geometry
+    places = host.places_for_good(geometry, np.array(experts) + core.table_of[layer].base[layer])
+    assert places is not None, "the link could have queued their copies"
+    return Group(experts, host.pools[geometry], places, on_host=True)
 
 
 def computed(core: Residency, layer: int, step: OneStep) -> None:
@@ -129,7 +132,6 @@ def computed(core: Residency, layer: int, step: OneStep) -> None:
 
 def computed_below(core: Residency, layer: int, below: Group) -> None:
     """What the CPU computes is there."""
-    core.hosts[HIGH].let_go()
     assert core.ways is not None
     geometry, nbytes = core.inventory.layers[layer].geometry, core.table_of[layer].pool.record_bytes[HIGH]
     core.cpu_pace.took(core.phase, below.computed_s, core.ways.step_s(geometry, len(below), nbytes))

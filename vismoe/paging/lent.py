@@ -1,7 +1,7 @@
 """What the pager hands out: experts that can be computed now, by their weights or by the addresses of their records."""
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH
 
-T = TypeVar("T")
+Made = TypeVar("Made", covariant=True)
 
 
 class Lent(NamedTuple):
@@ -74,8 +74,17 @@ class Group:
         return None if self._pool.precision is None else self._pool.precision[self.slabs]
 
 
-Compute = Callable[[Group, Group | None], Callable[[], T]]  # of experts on the device and on the host; it begins, and what it
-# returns ends it
+class Computation(Protocol[Made]):
+    """Of one token's experts of a layer, in one step (`Pager.at_once`)."""
+
+    def begin_on_host(self, below: Group) -> None:
+        """The CPU begins with these, from host memory. After `end` their `spans` say when it did, and ended."""
+
+    def begin(self, group: Group) -> None:
+        """Queue what the device computes: the others."""
+
+    def end(self) -> Made:
+        """The result, once the CPU has ended."""
 
 
 class Lending(Protocol):

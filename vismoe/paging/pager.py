@@ -20,7 +20,7 @@ from vismoe.locks import RunningCall, under
 from vismoe.paging import at_once
 from vismoe.paging.changes import whole
 from vismoe.paging.demand import Demand
-from vismoe.paging.lent import Compute, Group
+from vismoe.paging.lent import Computation, Group
 from vismoe.paging.page_table import PageTable
 from vismoe.paging.residency import Residency
 from vismoe.paging.tickets import Ticket
@@ -193,23 +193,22 @@ class Pager:
         them can also compute from host memory."""
         return self.timeline is None and at_once.fits(self.core, layer, experts, by_cpu)
 
-    def at_once(self, layer: int, ids: np.ndarray, compute: Compute[Made], began_s: float) -> Made | None:
-        """Compute all experts int64 `[n]` that one token wants of the layer, in one change; None, and nothing has changed, where
-        they must be demanded. `compute(group, below)` begins, and what it returns ends that and returns the result of this.
-        `below`: those that the CPU computes from host memory, whose `spans` it leaves; None: none. `compute` raises no error of
-        our own. began_s: when the experts function was called."""
-        return self.changes.make(self._at_once, layer, ids, compute, began_s)
+    def at_once(self, layer: int, ids: np.ndarray, computation: Computation[Made], began_s: float) -> Made | None:
+        """The result of a computation of all experts int64 `[n]` that one token wants of the layer, in one change; None, and
+        nothing has changed, where they must be demanded. It raises no error of our own. began_s: when the experts function was
+        called."""
+        return self.changes.make(self._at_once, layer, ids, computation, began_s)
 
-    def _at_once(self, layer: int, ids: np.ndarray, compute: Compute[Made], began_s: float) -> Made | None:
+    def _at_once(self, layer: int, ids: np.ndarray, computation: Computation[Made], began_s: float) -> Made | None:
         core = self.core
         self._claim()
-        step = at_once.take(core, layer, ids)
+        step = at_once.take(core, layer, ids, computation.begin_on_host)
         if step is None:
             return None
         queued_s = time.perf_counter()
-        end = compute(Group(step.taken.experts, core.table_of[layer].pool, step.taken.slabs), step.below)
+        computation.begin(Group(step.taken.experts, core.table_of[layer].pool, step.taken.slabs))
         at_once.computed(core, layer, step)
-        made = end()
+        made = computation.end()
         if step.below is not None:
             at_once.computed_below(core, layer, step.below)
         ended_s = time.perf_counter()

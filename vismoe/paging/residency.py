@@ -105,6 +105,8 @@ class HostRecords(Protocol):
 
     def let_go(self) -> None: ...
 
+    def places_for_good(self, geometry: int, experts: np.ndarray) -> np.ndarray | None: ...  # of flat ones; None: some may leave
+
 
 class Residency:
     """Where the experts of one model are, and what happens to them next.

@@ -15,13 +15,16 @@ constexpr std::chrono::microseconds kSpin{20}, kLongSpin{200};
 // After `rouse`: as long as a device takes for attention, and the host for queueing copies, before the job is known.
 constexpr std::chrono::microseconds kAwake{800};
 
+// Between two looks: whoever shares the core's other half goes on meanwhile.
+constexpr int kPauses = 8;
+
 using Clock = std::chrono::steady_clock;
 
 template <class F>
 bool spin(F reached, Clock::time_point until) {
   while (!reached()) {
     if (Clock::now() >= until) return false;
-    pause_core();
+    for (int i = 0; i < kPauses; i++) pause_core();
   }
   return true;
 }

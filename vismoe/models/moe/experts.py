@@ -26,7 +26,7 @@ from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.gpu_experts import GpuExperts, GpuWork
 from vismoe.models.moe.resident import ResidentLayers
 from vismoe.models.moe.step_context import ExpertService, Interrupted, Step, StepContext
-from vismoe.paging.lent import Compute, Group
+from vismoe.paging.lent import Computation, Group
 from vismoe.pools.readback import on_host
 from vismoe.timeline import COMPUTE
 from vismoe.types import Phase, TokenKind
@@ -82,16 +82,16 @@ class PagedLayer:
         return self.context.serving.pager.asks_cpu_in_steps
 
     def at_once(
-        self, choices: int, read: Callable[[], np.ndarray], compute: Compute[torch.Tensor], by_cpu: bool
+        self, choices: int, read: Callable[[], np.ndarray], computation: Computation[torch.Tensor], by_cpu: bool
     ) -> torch.Tensor | None:
-        """The layer's output for one token, by `compute`, in one step with its copies; None: its experts must be demanded. `read`
-        waits for its choices, int64 `[K]`. by_cpu: `compute` can let the CPU compute some."""
+        """The layer's output for one token, by this computation, in one step with its copies; None: its experts must be demanded.
+        `read` waits for its choices, int64 `[K]`. by_cpu: the CPU can compute some of them."""
         context, step, pager = self.context, self.context.step, self.context.serving.pager
         began_s, silent = time.perf_counter(), context.lookahead_inputs.lookahead is None and context.recorder is None
         plain = step.drafts is None and context.serving.chooser is None and not step.fewer
         if not (silent and plain and self.is_mine and pager.may_serve_at_once(self.layer, choices, by_cpu)):
             return None
-        return pager.at_once(self.layer, read(), compute, began_s)
+        return pager.at_once(self.layer, read(), computation, began_s)
 
     def run_layers(
         self,

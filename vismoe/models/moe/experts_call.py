@@ -5,10 +5,8 @@ computes the experts on the device, behind their copies; meanwhile the CPU compu
 ascending id as ever. What the CPU reads was left in page-locked memory by the graph of the decoder, in its order.
 """
 
-import functools
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,17 +50,16 @@ class OnHost:
     _begun: tuple[list[int], float] = ([], 0.0)  # which choices, and when
 
     def begin(self, group: Group, ids: np.ndarray) -> None:
-        """The CPU begins with this group's experts, of the choices int64 `[K]`, and the device with the others."""
+        """The CPU begins with this group's experts, of the choices int64 `[K]`."""
         began_s, count, wanted = time.perf_counter(), len(group), ids.tolist()
         at = [wanted.index(expert) for expert in group.experts]
         self.experts.records[:count] = group.addresses
         self.experts.factors[:count] = self.factors.float().numpy()[0, at]
         self.experts.begin(count)
         self._begun = at, began_s
-        self.before.replay()
 
     def end(self, group: Group) -> None:
-        """The layer's output, of both."""
+        """The layer's output, of what both have computed."""
         at, began_s = self._begun
         self.experts.end()
         self.rows.numpy()[at] = self.experts.rows[: len(at)]
@@ -90,13 +87,14 @@ class ExpertsCall:
     follows: Graph
     trusted: bool = False  # it was compared
     made: list[torch.Tensor] = field(default_factory=list)  # to be compared
+    below: Group | None = None  # what the CPU computes of the pass under way
 
     def compute(self) -> bool:
         """Bring the experts in, and compute them by the graph if they come together; returns whether what follows was replayed
         too: the host has things to note, which the device need not wait for."""
         if self.trusted and self.graph is not None:
-            by_cpu = self.on_host is not None
-            if self.paged.at_once(self.ids.numel(), self._chosen, self._begin, by_cpu) is not None:
+            self.below, by_cpu = None, self.on_host is not None
+            if self.paged.at_once(self.ids.numel(), self._chosen, self, by_cpu) is not None:
                 return True
         self.paged.whole = self.whole if self.graph is not None else None
         try:
@@ -121,44 +119,43 @@ class ExpertsCall:
             torch.cuda.current_stream(self.out.device).synchronize()
         return self.ids.numpy()[0]
 
-    def _begin(self, group: Group, below: Group | None) -> Callable[[], torch.Tensor]:
-        """A `Compute`. What follows is replayed as soon as it can be."""
-        end = self.begun(group, below)
-        if below is not None:
-            return functools.partial(self._end, end)
-        out = self._end(end)
-        return lambda: out
+    # -- a Computation; what follows is replayed as soon as it can be
+    def begin_on_host(self, below: Group) -> None:
+        assert self.on_host is not None
+        self.below = below
+        self.on_host.begin(below, self.ids.numpy()[0])
 
-    def _end(self, end: Callable[[], torch.Tensor]) -> torch.Tensor:
-        out = end()
-        self.follows.replay()
-        return out
+    def begin(self, group: Group) -> None:
+        assert self.graph is not None
+        self._tell(group)
+        if self.below is None:
+            self.graph.replay()
+            self.follows.replay()
+        else:
+            assert self.on_host is not None
+            self.told.numpy()[self.below.experts] = -group.addresses[0]
+            self.on_host.before.replay()
+
+    def end(self) -> torch.Tensor:
+        if self.below is not None:
+            assert self.on_host is not None
+            self.on_host.end(self.below)
+            self.follows.replay()
+        return self.out
 
     def whole(self, group: Group) -> torch.Tensor | None:
         """The output, of a group that has all experts of the pass; None: launches must compute it."""
-        out = self.begun(group)()
+        assert self.graph is not None
+        self._tell(group)
+        self.graph.replay()
         if self.trusted:
-            return out
-        self.made.append(out.clone())
+            return self.out
+        self.made.append(self.out.clone())
         if self.on_host is not None:
             self.on_host.before.replay()
             self.on_host.behind.replay()
-            self.made.append(out.clone())
+            self.made.append(self.out.clone())
         return None
 
-    def begun(self, group: Group, below: Group | None = None) -> Callable[[], torch.Tensor]:
-        """Begins with the output, by the graph; by two where `below` is computed on the host. What this returns ends it."""
-        assert self.graph is not None
-        told, addresses = self.told.numpy(), group.addresses
-        told[group.experts] = addresses  # the graph of the pass before has read it: its routing was read since
-        if below is None:
-            self.graph.replay()
-            return lambda: self.out
-        assert self.on_host is not None
-        told[below.experts] = -addresses[0]
-        self.on_host.begin(below, self.ids.numpy()[0])
-        return functools.partial(self._added, self.on_host, below)
-
-    def _added(self, on_host: OnHost, below: Group) -> torch.Tensor:
-        on_host.end(below)
-        return self.out
+    def _tell(self, group: Group) -> None:
+        self.told.numpy()[group.experts] = group.addresses  # that of the pass before was read: its routing was read since

@@ -88,6 +88,9 @@ class Computed:
     def end(self):
         return self.made
 
+    def abandon(self):
+        self.made = None
+
 
 def at_once(pager, layer, ids, compute=lambda group, below: group.experts):
     return pager.at_once(layer, np.array(ids), Computed(compute), 0.0)
@@ -234,7 +237,25 @@ def test_one_expert_at_least_is_left_to_the_device():
 def test_misses_that_are_all_to_be_computed_by_the_cpu_are_demanded():
     pager = pager_of(True, TOP_K, hosts=(EveryRecord(),), ways=Ways("cpu", (Rates(1.0, 1.0),)))
     pager.begin_step(Phase.DECODE)
-    assert not pager.may_serve_at_once(0, TOP_K, by_cpu=True) and not pager.asks_cpu_in_steps
+    assert not pager.may_serve_at_once(0, TOP_K, by_cpu=True) and not pager.asks_cpu(0, TOP_K)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_choices_that_follow_from_bytes_alone_are_those_of_demands(asked):
+    """So what the CPU would compute is demanded, and its pace does not count."""
+    rates = Rates(1.0, 0.9 if asked else 0.1)
+    pager = pager_of(True, TOP_K, hosts=(EveryRecord(),), ways=Ways("auto", (rates,), deterministic=True))
+    pager.core.step_pace.took(Phase.DECODE, 1e-9, 1.0)
+    pager.begin_step(Phase.DECODE)
+    assert pager.may_serve_at_once(0, TOP_K, by_cpu=True) != asked == pager.asks_cpu(0, TOP_K)
+
+
+def test_a_computation_that_cannot_go_on_is_abandoned(full):
+    computation = Computed(lambda group, below: group.experts)
+    full.transfer._mover.refuses = True
+    with pytest.raises(TransferError):
+        full.at_once(0, np.array([0, 6, 7]), computation, 0.0)
+    assert computation.made is None
 
 
 def test_another_thread_may_not_run_the_model_meanwhile(full):

@@ -133,7 +133,7 @@ def wrong_reads(
             cuda.launch(reading), cuda.launch(reading)  # a long kernel reads early and late
 
     def launched(layer: int):
-        return SimpleNamespace(begin=functools.partial(launch, layer), begin_on_host=None, end=lambda: True)
+        return SimpleNamespace(begin=functools.partial(launch, layer), begin_on_host=None, end=lambda: True, abandon=None)
 
     try:
         for _ in range(steps):

@@ -1,6 +1,7 @@
 """One token's experts, computed by the other threads while this one goes on: the same bits, whatever comes between."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -54,14 +55,15 @@ def test_rows_are_those_of_one_call_whatever_comes_between(threads, there, data)
         between = data.draw(st.sampled_from(["nothing", "another call", "woken", "new threads"]), label="between")
         if data.draw(st.booleans(), label="woken before"):
             cpu.rouse()
-        token.begin(len(which))
+        began_s = time.perf_counter()
+        token.begin(len(which), pool)
         if between == "another call":  # as after an interrupt
             assert np.array_equal(wanted(kernel, pool, hidden, which, factors[: len(which)]), expected)
         elif between == "woken":
             cpu.rouse()
         elif between == "new threads":
             cpu.start(threads)
-        token.end()
+        assert began_s <= token.end() <= time.perf_counter()
         assert np.array_equal(token.rows[: len(which)], expected) and np.isnan(token.rows[len(which) :]).all()
 
 
@@ -70,14 +72,16 @@ def test_what_was_begun_and_left_is_ended_by_the_next_call_of_any_thread(threads
     hidden, found = torch.randn(1, HIDDEN).bfloat16(), []
     token = cpu.TokenExperts(kernel, hidden, EXPERTS)
     token.records[:], token.factors[:] = pool.addresses, 1.0
-    token.begin(EXPERTS)
+    token.begin(EXPERTS, pool)
     factors = np.ones(1, np.float32)
     other = threading.Thread(target=lambda: found.append(wanted(kernel, pool, hidden, [2], factors)))
     other.start()
     other.join(60)
     assert np.array_equal(found[0][0], token.rows[2])
-    token.end()  # nothing is left to do
-    token.begin(1)
-    token.begin(2)  # as if the one before had been interrupted
+    assert token.end() > 0 == token.end(), "since when it is done; nothing is left to do"
+    token.begin(1, pool)
+    token.begin(2, pool)  # as if the one before had been interrupted
+    del_of_others = cpu.TokenExperts(kernel, hidden, EXPERTS)
+    del del_of_others
     token.end()
     assert np.array_equal(token.rows[:2], wanted(kernel, pool, hidden, [0, 1], np.ones(2, np.float32)))

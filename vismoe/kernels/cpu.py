@@ -67,10 +67,10 @@ DAMAGED = 2  # what `_experts` returns for a lossless record that is none
 
 _SIZE, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32
 _start = function("vismoe_start", [_SIZE, _NUMBER])
-_rouse = function("vismoe_rouse", [])
+_rouse = function("vismoe_rouse", [], _NUMBER)
 _experts = function("vismoe_experts", [_PLACE, _SIZE, _SIZE, *[_PLACE] * 6, _NUMBER, _PLACE, _NUMBER], _NUMBER)
 _experts_begin = function("vismoe_experts_begin", [_PLACE, _SIZE, *[_PLACE] * 5, _NUMBER, _PLACE], _NUMBER)
-_experts_end = function("vismoe_experts_end", [], _NUMBER)
+_experts_end = function("vismoe_experts_end", [_PLACE, _PLACE], _NUMBER)
 _experts_arriving = function(
     "vismoe_experts_arriving", [_PLACE, _SIZE, _SIZE, *[_PLACE] * 6, _NUMBER, *[_PLACE] * 2, _SIZE, *[_PLACE] * 3], _NUMBER
 )
@@ -268,7 +268,8 @@ class TokenExperts:
     between `begin` and `end`, as this thread goes on; it has the memory of its caches to itself then."""
 
     def __init__(self, kernel: ExpertKernel, hidden: Tensor, most: int):
-        self._end = _experts_end()
+        self._end, self._rows_at = _experts_end(), 0
+        self._memory: object = None
         setup()
         _check_rows(hidden, 1, kernel.hidden, DTYPES)
         assert len(kernel.formats) == 1, "of one format"
@@ -276,6 +277,7 @@ class TokenExperts:
         self.rows = np.zeros((most, kernel.hidden), np.float32)
         self._held = kernel, hidden, np.arange(most + 1, dtype=np.int32), np.zeros(most, np.int32)
         _, _, starts, tokens = self._held
+        self._rows_at = self.rows.ctypes.data
         self._call = (
             self.records.ctypes.data,
             starts.ctypes.data,
@@ -283,26 +285,29 @@ class TokenExperts:
             self.factors.ctypes.data,
             hidden.data_ptr(),
             DTYPES.index(hidden.dtype),
-            self.rows.ctypes.data,
+            self._rows_at,
         )
 
-    def begin(self, count: int) -> None:
-        """The first `count` rows will be factor * expert(hidden) of as many records, which stay until then."""
+    def begin(self, count: int, memory: object) -> None:
+        """The first `count` rows will be factor * expert(hidden) of as many records, which lie in this memory."""
+        self._memory = memory
         refuse(_experts_begin()(self._held[0]._experts, count, *self._call))
 
-    def end(self) -> None:
-        """They are."""
-        refuse(self._end())
+    def end(self) -> float:
+        """They are, or nothing was begun -> since when, in seconds of `time.perf_counter`. May be called twice."""
+        ended_s = ctypes.c_double()
+        refuse(self._end(self._rows_at, ctypes.addressof(ended_s)))
+        return ended_s.value
 
     def __del__(self) -> None:
-        self._end()  # an interrupt may have come between: nothing may still write into what is freed now
+        self._end(self._rows_at, None)  # an interrupt may have come between: nothing may write into what is freed now
 
 
 def rouse() -> None:
     """Wake the compute threads, which then spin for a while: experts are to be computed soon. A sleeping thread would be as late
     as an expert takes, and waking many takes a while."""
     setup()
-    _rouse()()
+    refuse(_rouse()())
 
 
 def _undecodable(found: Sequence[Matrix], sections: Sequence[str]) -> str:

@@ -16,7 +16,6 @@ import numpy as np
 from vismoe.errors import TransferError
 from vismoe.paging.eviction import MOST_AT_ONCE, Taken
 from vismoe.paging.lent import Group
-from vismoe.paging.miss import Ways
 from vismoe.paging.residency import Residency
 from vismoe.types import HIGH, Phase
 
@@ -36,26 +35,38 @@ def fits(core: Residency, layer: int, experts: int, by_cpu: bool) -> bool:
         return False
     if core.ways is not None and not (by_cpu and core.ways.policy == "auto"):
         return False
+    if core.ways is not None and core.ways.deterministic and asked(core, layer, experts):
+        return False  # where an expert is computed may not depend on whether it was demanded
     return core.link.can_queue(geometry)
+
+
+def asked(core: Residency, layer: int, missing: int) -> int:
+    """How many of so many misses of one token the CPU computes."""
+    if core.ways is None or core.ways.policy != "auto" or not missing:
+        return 0
+    table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
+    measured = core.link.bytes_per_s, core.step_pace.slowness(core.phase)
+    return core.ways.in_step(geometry, missing, table.pool.record_bytes[HIGH], *measured)
 
 
 def take(core: Residency, layer: int, ids: np.ndarray, begin_on_host: Callable[[Group], None]) -> OneStep | None:
     """Slabs for the experts int64 `[n]` that one token wants of the layer, with copies queued of those that are missing: what is
     queued from now on may compute them; then say `computed`. None: they must be demanded, and nothing has changed. Raises
-    TransferError. begin_on_host: of those that the CPU computes, which begins first, as it takes longest."""
+    TransferError. begin_on_host: of those that the CPU computes, which begins before the link, as it takes longer."""
     table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
     named, flat = ids.tolist(), ids + table.base[layer]
-    known = min(named) >= 0 and max(named) < core.inventory.layers[layer].num_experts
+    known = min(named) >= 0 and max(named) < core.inventory.layers[layer].num_experts and len(set(named)) == len(named)
     if not (known and fits(core, layer, len(named), by_cpu=True) and core.link.can_queue(geometry, flat)):
         return None
-    below = None
-    if core.ways is not None and (on_host := _on_host(core, core.ways, layer, named, flat)):
-        below = _lying_on_host(core, layer, on_host)
-        begin_on_host(below)
+    on_host = _on_host(core, layer, named, flat) if core.ways is not None else []
+    if on_host:
         ids = np.array([expert for expert in named if expert not in on_host])
     taken = table.take_slabs(layer, ids, core.window)
     if taken is None:
         return None
+    below = _lying_on_host(core, layer, on_host) if on_host else None
+    if below is not None:
+        begin_on_host(below)
     if taken.missing:
         _queue(core, layer, taken)
     else:
@@ -92,15 +103,14 @@ def _count_evicted(core: Residency, layer: int, taken: Taken) -> None:
         core.count_wasted(id_of[flat])
 
 
-def _on_host(core: Residency, ways: Ways, layer: int, named: list[int], flat: np.ndarray) -> list[int]:
+def _on_host(core: Residency, layer: int, named: list[int], flat: np.ndarray) -> list[int]:
     """Which of a token's experts the CPU computes, ascending. One at least is left to the device."""
-    table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
-    missing = {expert for expert, slab in zip(named, table.slab_of[flat].tolist()) if slab < 0}
-    measured = core.link.bytes_per_s, core.cpu_pace.slowness(core.phase)
-    count = min(ways.in_step(geometry, len(missing), table.pool.record_bytes[HIGH], *measured), len(set(named)) - 1)
+    table = core.table_of[layer]
+    missing = [expert for expert, slab in zip(named, table.slab_of[flat].tolist()) if slab < 0]
+    count = min(asked(core, layer, len(missing)), len(named) - 1)
     if not count:
         return []
-    uses = {expert: worth for expert, worth in zip(named, table.uses[flat].tolist()) if expert in missing}
+    uses = dict(zip(named, table.uses[flat].tolist()))
     return sorted(sorted(missing, key=lambda expert: (uses[expert], expert))[:count])
 
 
@@ -134,4 +144,4 @@ def computed_below(core: Residency, layer: int, below: Group) -> None:
     """What the CPU computes is there."""
     assert core.ways is not None
     geometry, nbytes = core.inventory.layers[layer].geometry, core.table_of[layer].pool.record_bytes[HIGH]
-    core.cpu_pace.took(core.phase, below.computed_s, core.ways.step_s(geometry, len(below), nbytes))
+    core.step_pace.took(core.phase, below.computed_s, core.ways.step_s(geometry, len(below), nbytes))

@@ -86,6 +86,9 @@ class Computation(Protocol[Made]):
     def end(self) -> Made:
         """The result, once the CPU has ended."""
 
+    def abandon(self) -> None:
+        """There will be no result: the CPU has ended when this returns. Whether or not it had begun."""
+
 
 class Lending(Protocol):
     """The experts of one layer of a pass, as a backend gets them to compute: the pager's lease, or all of them at once."""

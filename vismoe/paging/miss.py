@@ -23,8 +23,8 @@ from vismoe.precision.rules import Serve, serve, upgrades_in_time
 from vismoe.types import Phase
 
 PACE_SHARE = 0.25  # of the newest measurement in what is known of the CPU's pace
-# Times as long as expected: more is taken for this, since the first call makes what later ones find; and less for that.
-PACE_MOST, PACE_LEAST = 16.0, 0.5
+PACE_MOST = 16.0  # times as long as expected: more is taken for this, since the first call makes what later ones find
+STEP_LEAST = 0.5  # and less for this, where a token's layer is served in one step
 PACE_KEPT = 0.98  # of that from pass to pass
 
 
@@ -160,7 +160,8 @@ class CpuPace:
     the rates were measured, and these may be nominal ones. What was measured is forgotten in the course of some dozens of passes,
     so that the CPU is tried again."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: float = 1.0) -> None:
+        self._least = least  # times as long as expected: less is taken for this
         self._logs: dict[Phase, float] = {}  # to the base of 2
 
     def slowness(self, phase: Phase) -> float:
@@ -170,7 +171,7 @@ class CpuPace:
     def took(self, phase: Phase, seconds: float, expected_s: float) -> None:
         """Experts were computed, which the rates said takes `expected_s`."""
         before = self._logs.get(phase, 0.0)
-        times = min(max(seconds / expected_s, PACE_LEAST), PACE_MOST)
+        times = min(max(seconds / expected_s, self._least), PACE_MOST)
         self._logs[phase] = before + PACE_SHARE * (math.log2(times) - before)
 
     def begin_pass(self, phase: Phase) -> None:

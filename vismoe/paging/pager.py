@@ -183,10 +183,9 @@ class Pager:
             self._step_ended_s = time.perf_counter()
         return wanted
 
-    @property
-    def asks_cpu_in_steps(self) -> bool:
-        """Whether `at_once` may let the CPU compute misses."""
-        return self.core.ways is not None and self.core.ways.policy == "auto"
+    def asks_cpu(self, layer: int, experts: int) -> bool:
+        """Whether `at_once` lets the CPU compute any of so many experts, if all are missing."""
+        return at_once.asked(self.core, layer, experts) > 0
 
     def may_serve_at_once(self, layer: int, experts: int, by_cpu: bool = False) -> bool:
         """Whether `at_once` is worth a try: whether so many experts of a layer must not be demanded anyway. by_cpu: what computes
@@ -202,13 +201,17 @@ class Pager:
     def _at_once(self, layer: int, ids: np.ndarray, computation: Computation[Made], began_s: float) -> Made | None:
         core = self.core
         self._claim()
-        step = at_once.take(core, layer, ids, computation.begin_on_host)
-        if step is None:
-            return None
-        queued_s = time.perf_counter()
-        computation.begin(Group(step.taken.experts, core.table_of[layer].pool, step.taken.slabs))
-        at_once.computed(core, layer, step)
-        made = computation.end()
+        try:
+            step = at_once.take(core, layer, ids, computation.begin_on_host)
+            if step is None:
+                return None
+            queued_s = time.perf_counter()
+            computation.begin(Group(step.taken.experts, core.table_of[layer].pool, step.taken.slabs))
+            at_once.computed(core, layer, step)
+            made = computation.end()
+        except BaseException:
+            computation.abandon()
+            raise
         if step.below is not None:
             at_once.computed_below(core, layer, step.below)
         ended_s = time.perf_counter()

@@ -31,7 +31,7 @@ import numpy as np
 from vismoe.errors import ClosedError
 from vismoe.kernels.read import Arrival
 from vismoe.metrics import Metrics
-from vismoe.paging.miss import CpuPace, Upgrades, Ways
+from vismoe.paging.miss import STEP_LEAST, CpuPace, Upgrades, Ways
 from vismoe.paging.page_table import LOADING, NO_EXPERT, RESIDENT, RING_MOST, PageTable, Room
 from vismoe.paging.promises import COUNTERS, Promises, Stage
 from vismoe.paging.speculation import Ledger, Wanted, prefetch_order
@@ -144,7 +144,8 @@ class Residency:
     ):
         assert ways is None or hosts, "only what lies in a host tier can be computed there"
         self.inventory, self.window, self.link = inventory, window, Link()
-        self.ways, self.hosts, self.upgrades, self.cpu_pace = ways, hosts, upgrades, CpuPace()
+        self.ways, self.hosts, self.upgrades = ways, hosts, upgrades
+        self.cpu_pace, self.step_pace = CpuPace(), CpuPace(STEP_LEAST)  # of what is demanded, and of layers served in one step
         self.deterministic = deterministic or (ways is not None and ways.deterministic)
         most = max((layer.num_experts for layer in inventory.layers), default=0)
         self.metrics = metrics or Metrics(len(inventory.layers), most)
@@ -195,6 +196,7 @@ class Residency:
         self.ledger.begin_step(phase, last_step_s)
         self.phase, self.running_layer = phase, -1
         self.cpu_pace.begin_pass(phase)
+        self.step_pace.begin_pass(phase)
         self.misses_last_step, self.misses_this_step = self.misses_this_step, 0
         self.wanted.replace([])
         self.tick += 1  # what a lookahead still says about an earlier step is too late

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <exception>
 #include <memory>
@@ -33,6 +34,7 @@ constexpr std::size_t kAloneBytes = 128 * 1024;  // one thread reads less than t
 constexpr std::size_t kPackBytes = 256 * 1024;   // inputs of one packing task
 constexpr std::size_t kBlockBytes = 2 * lossless::kBlockWeights;  // decoded before and behind the rows that are wanted, at most
 constexpr std::size_t kEnoughThreads = 6;        // of which one can be left to something else
+constexpr std::chrono::milliseconds kLongestWait{2};
 constexpr std::size_t kGroup = 16;               // rows that kernels for prompts pack together
 
 enum Stage { kPack, kUp, kDown, kProduct, kCombine, kRowwise, kAttend };
@@ -43,6 +45,10 @@ struct Task {
   std::size_t begin, end;  // pairs for kPack, tokens for kCombine, otherwise outputs
 };
 
+using Clock = std::chrono::steady_clock;
+
+double steady_s(Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); }
+
 std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
 
 // ------------------------------------------------------------------ the process's threads and workspace
@@ -50,8 +56,19 @@ struct State;
 
 // A call that was begun: the compute threads work on it, unless it is small. `finish` waits for them, or does what they do not.
 struct Begun {
+  explicit Begun(const float* its_out) : out(its_out) {}
   virtual ~Begun() = default;
   virtual std::int32_t finish(State& s) = 0;
+
+  const float* out;      // whose call it is
+  double ended_s = 0.0;  // of the steady clock
+};
+
+// How a call ended that another one has ended.
+struct Ended {
+  const float* out = nullptr;
+  std::int32_t outcome = 0;
+  double ended_s = 0.0;
 };
 
 struct State {
@@ -66,6 +83,14 @@ struct State {
   std::size_t up_left_size = 0;
   std::vector<std::int32_t> rows, row_starts;  // of combine
   std::unique_ptr<Begun> begun;                // uses the members above
+  Ended ended;
+
+  void finish_begun() {
+    if (!begun) return;
+    const std::int32_t outcome = begun->finish(*this);
+    ended = {begun->out, outcome, begun->ended_s};
+    begun.reset();
+  }
 
   Pool& started_pool() {
     if (!pool) pool = std::make_unique<Pool>(threads);
@@ -100,10 +125,7 @@ struct State {
 // One call at a time; what was begun, by a caller that did not come back, ends first.
 class Alone {
  public:
-  explicit Alone(State& s) : lock_(s.mutex) {
-    if (s.begun) s.begun->finish(s);
-    s.begun.reset();
-  }
+  explicit Alone(State& s) : lock_(s.mutex) { s.finish_begun(); }
 
  private:
   std::lock_guard<std::mutex> lock_;
@@ -167,14 +189,22 @@ class Job {
   void begin(State& s) {
     if (bytes_ >= kAloneBytes) s.started_pool().begin(work_of, this);
   }
-  void finish(State& s) {
-    if (bytes_ < kAloneBytes) return work(0);
-    Pool& pool = s.started_pool();
-    if (pool.threads() >= kEnoughThreads) {  // this one is hardly missed, and its caches keep what it does between such calls
-      while (pool.working() && next_.load(std::memory_order_relaxed) < tasks_.size()) pause_core();
+  // Returns when all was done, in seconds of the steady clock.
+  double finish(State& s) {
+    if (bytes_ < kAloneBytes) {
+      work(0);
+      return steady_s(Clock::now());
     }
+    Pool& pool = s.started_pool();
+    const auto claimed = [&] { return next_.load(std::memory_order_relaxed) >= tasks_.size(); };
+    if (pool.threads() >= kEnoughThreads) {  // this one is hardly missed, and its caches keep what it does between such calls
+      const auto until = Clock::now() + kLongestWait;
+      while (pool.working() && !claimed() && Clock::now() < until) pause_core();
+    }
+    const bool all_claimed = claimed();
     work(0);  // what nobody has claimed
     pool.finish();
+    return steady_s(all_claimed && pool.threads() > 1 ? pool.idle_since() : Clock::now());
   }
 
  protected:
@@ -493,10 +523,10 @@ class ExpertsJob : public PackedJob {
 struct BegunExperts : Begun {
   BegunExperts(State& s, const Kernels& kernels, const Records& its_records, const Input& its_input, const float* factors,
                float* out)
-      : records(its_records), input(its_input), job(s, kernels, records, input, nullptr, factors, out, kApart) {}
+      : Begun(out), records(its_records), input(its_input), job(s, kernels, records, input, nullptr, factors, out, kApart) {}
 
   std::int32_t finish(State& s) override {
-    job.finish(s);
+    ended_s = job.finish(s);
     return job.damaged() ? 2 : 0;
   }
 
@@ -753,10 +783,14 @@ VISMOE_API std::uint32_t vismoe_isas() {
 }
 
 // Wakes the compute threads, which then spin for a while: the next call comes soon.
-VISMOE_API void vismoe_rouse() {
+// Returns 0, or 1 where there can be no threads.
+VISMOE_API std::int32_t vismoe_rouse() try {
   State& s = the_state();
   const Alone alone(s);
   s.started_pool().rouse();
+  return 0;
+} catch (const std::exception&) {
+  return 1;
 }
 
 // Sets the threads and the instruction set of all later calls, and frees the workspace. The first call that needs threads starts
@@ -825,12 +859,16 @@ VISMOE_API std::int32_t vismoe_experts_begin(const Expert* experts, std::size_t 
   return 1;
 }
 
-VISMOE_API std::int32_t vismoe_experts_end() {
+// Ends the call into `out` that was begun, if it has not been ended, and returns its outcome, as vismoe_experts does; 0 where there
+// is none. ended_s, or null: when it had ended, in seconds of the steady clock.
+VISMOE_API std::int32_t vismoe_experts_end(const float* out, double* ended_s) {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  const std::int32_t outcome = s.begun ? s.begun->finish(s) : 0;  // else another call has ended it
-  s.begun.reset();
-  return outcome;
+  if (s.begun && s.begun->out == out) s.finish_begun();
+  const Ended ended = s.ended.out == out ? s.ended : Ended{};
+  if (s.ended.out == out) s.ended = {};
+  if (ended_s != nullptr) *ended_s = ended.ended_s;
+  return ended.outcome;
 }
 
 // The out [n, rows] of each product = x [n, inputs] weight [rows, inputs]^T + bias, in the type of x. Returns 0 or 1, as above.

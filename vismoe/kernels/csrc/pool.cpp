@@ -110,6 +110,7 @@ void Pool::serve(std::size_t thread) {
       lock.unlock();
       work(job, thread);
       lock.lock();
+      idle_since_ = Clock::now();
       if (--busy_ == 0) done_.notify_one();
     }
     const auto awake_until = awake_until_;

@@ -28,6 +28,8 @@ class Pool {
   // The same in steps: `begin` returns at once, and whoever calls `finish` has done what is left.
   void begin(Work work, void* job);
   void finish();
+  // Since when none was in a job; after `finish`.
+  std::chrono::steady_clock::time_point idle_since() const { return idle_since_; }
   // Whether a worker is in a job.
   bool working() const { return busy_ > 0; }
   // Wakes the workers, which then spin for a while: the next job comes soon.
@@ -44,7 +46,7 @@ class Pool {
   void* job_ = nullptr;
   std::atomic<std::size_t> busy_{0};  // workers in the job; changes under the mutex
   bool stop_ = false;
-  std::chrono::steady_clock::time_point awake_until_{};
+  std::chrono::steady_clock::time_point awake_until_{}, idle_since_{};
   // Counts jobs, calls of `rouse` and the stop; a worker that has just finished watches it for a while.
   std::atomic<std::size_t> jobs_{0};
 };

@@ -186,7 +186,7 @@ class CapturedDecoder:
         self._ids: list[tuple[int, int, torch.Tensor]] = []  # (layer, experts, ids)
         self._attended = 0
         self._layers: list[_CapturedLayer] = []
-        self._held_by_graphs: list[torch.Tensor] = []
+        self._held_by_graphs: list[torch.Tensor] = []  # what only these read and write
         self._heard: list[tuple[Any, torch.Tensor]] = []
 
     # -- capturing
@@ -255,41 +255,38 @@ class CapturedDecoder:
         if self._resident:
             self._ids.append((paged.layer, module.num_experts, index))
             return self._backend.of_residents(paged.layer, hidden, index, factors)
-        ids, hidden_here, factors_here = next(self._readable)
-        given, by_graph = (hidden, index, factors), self._backend.one_format(paged.layer)
-        by_graph = by_graph and self._backend.few_enough(paged.layer, index)
-        kernel = self._backend.on_host(paged.layer) if by_graph and paged.asks_cpu else None
-        ids.copy_(index, non_blocking=True)
-        if kernel is not None:
-            hidden_here.copy_(hidden, non_blocking=True)
-            factors_here.copy_(factors, non_blocking=True)
+        layer, given = paged.layer, (hidden, index, factors)
+        ids, *of_cpu = next(self._readable)
+        by_graph = self._backend.one_format(layer) and self._backend.few_enough(layer, index)
+        kernel = self._backend.on_host(layer) if by_graph and paged.may_ask_cpu else None
+        for here, tensor in zip((ids, *of_cpu), (index, hidden, factors) if kernel is not None else (index,)):
+            here.copy_(tensor, non_blocking=True)
         self._end_segment()
         told = torch.zeros(module.num_experts, dtype=torch.int64, pin_memory=hidden.is_cuda)
-        table, graph, on_host = torch.zeros_like(told, device=hidden.device), None, None
-        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        table, out = torch.zeros_like(told, device=hidden.device), torch.empty_like(hidden)
+        self._held_by_graphs.append(table)
+        graph, on_host = None, None
         if by_graph:
             graph = self._begin()
             table.copy_(told, non_blocking=True)
-            self._backend.sum_of(self._backend.parts_of_table(paged.layer, *given, table), out)
+            self._backend.sum_of(self._backend.parts_of_table(layer, *given, table), out)
             graph.end()
         if kernel is not None:
-            experts = cpu.TokenExperts(kernel, hidden_here, index.numel())
             rows = torch.zeros(index.numel(), kernel.hidden, dtype=torch.float32, pin_memory=hidden.is_cuda)
             there = torch.zeros_like(rows, device=hidden.device)
+            self._held_by_graphs.append(there)
             before = self._begin()
             table.copy_(told, non_blocking=True)
-            parts = self._backend.parts_of_table(paged.layer, *given, table)
+            parts = self._backend.parts_of_table(layer, *given, table)
             before.end()
             behind = self._begin()
             there.copy_(rows, non_blocking=True)
             self._backend.sum_of(parts, out, there)
             behind.end()
-            self._held_by_graphs.append(there)
-            on_host = OnHost(experts, factors_here, rows, before, behind, parts)
-        self._held_by_graphs.append(table)
-        ends = self.segments[-1]
+            on_host = OnHost(cpu.TokenExperts(kernel, of_cpu[0], len(rows)), of_cpu[1], rows, before, behind, parts)
+        ended = self.segments[-1]
         self._begin_segment()
-        ends.call = ExpertsCall(paged, module, given, out, graph, told, ids, on_host, self.segments[-1].graph)
+        ended.call = ExpertsCall(paged, module, given, out, graph, told, ids, on_host, self.segments[-1].graph)
         return out
 
     # -- replaying

@@ -77,9 +77,14 @@ class PagedLayer:
         return self.demanded(module, hidden, index, factors)
 
     @property
-    def asks_cpu(self) -> bool:
-        """Whether the CPU may compute some of its experts in `at_once`."""
-        return self.context.serving.pager.asks_cpu_in_steps
+    def may_ask_cpu(self) -> bool:
+        """Whether the CPU may ever compute some of its experts in `at_once`."""
+        ways = self.context.serving.pager.core.ways
+        return ways is not None and ways.policy == "auto" and not ways.deterministic
+
+    def asks_cpu(self, experts: int) -> bool:
+        """Whether the CPU computes any of so many experts in `at_once`, if all are missing."""
+        return self.context.serving.pager.asks_cpu(self.layer, experts)
 
     def at_once(
         self, choices: int, read: Callable[[], np.ndarray], computation: Computation[torch.Tensor], by_cpu: bool

@@ -55,15 +55,15 @@ class OnHost:
         at = [wanted.index(expert) for expert in group.experts]
         self.experts.records[:count] = group.addresses
         self.experts.factors[:count] = self.factors.float().numpy()[0, at]
-        self.experts.begin(count)
         self._begun = at, began_s
+        self.experts.begin(count, group)
 
     def end(self, group: Group) -> None:
         """The layer's output, of what both have computed."""
         at, began_s = self._begun
-        self.experts.end()
+        ended_s = self.experts.end()
         self.rows.numpy()[at] = self.experts.rows[: len(at)]
-        group.spans = [(began_s, time.perf_counter())]
+        group.spans = [(began_s, ended_s)]
         self.behind.replay()
 
 
@@ -97,13 +97,13 @@ class ExpertsCall:
             if self.paged.at_once(self.ids.numel(), self._chosen, self, by_cpu) is not None:
                 return True
         self.paged.whole = self.whole if self.graph is not None else None
+        self.made.clear()
         try:
             out = self.paged.computed(self.module, *self.given)
         finally:
             self.paged.whole = None
         if self.made:
             self.trusted = all(torch.equal(out, made) for made in self.made)
-            self.made.clear()
             if not self.trusted:
                 logger.warning("the graph of MoE layer %d's experts has other bits than launches: these serve", self.paged.layer)
                 self.graph = None
@@ -113,7 +113,7 @@ class ExpertsCall:
 
     def _chosen(self) -> np.ndarray:
         """The choices of the pass under way, int64 `[K]`; all that it left in host memory is there."""
-        if self.on_host is not None:
+        if self.on_host is not None and self.paged.asks_cpu(self.ids.numel()):
             cpu.rouse()  # while the device computes
         if self.out.is_cuda:
             torch.cuda.current_stream(self.out.device).synchronize()
@@ -142,6 +142,10 @@ class ExpertsCall:
             self.on_host.end(self.below)
             self.follows.replay()
         return self.out
+
+    def abandon(self) -> None:
+        if self.on_host is not None:
+            self.on_host.experts.end()
 
     def whole(self, group: Group) -> torch.Tensor | None:
         """The output, of a group that has all experts of the pass; None: launches must compute it."""

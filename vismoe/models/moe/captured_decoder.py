@@ -263,7 +263,8 @@ class CapturedDecoder:
             here.copy_(tensor, non_blocking=True)
         self._end_segment()
         told = torch.zeros(module.num_experts, dtype=torch.int64, pin_memory=hidden.is_cuda)
-        table, out = torch.zeros_like(told, device=hidden.device), torch.empty_like(hidden)
+        table = torch.zeros_like(told, device=hidden.device)
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         self._held_by_graphs.append(table)
         graph, on_host = None, None
         if by_graph:

@@ -15,16 +15,16 @@ constexpr std::chrono::microseconds kSpin{20}, kLongSpin{200};
 // After `rouse`: as long as a device takes for attention, and the host for queueing copies, before the job is known.
 constexpr std::chrono::microseconds kAwake{800};
 
-// Between two looks: whoever shares the core's other half goes on meanwhile.
+// Between two looks of a thread that has waited for a while: whoever shares the core's other half goes on meanwhile.
 constexpr int kPauses = 8;
 
 using Clock = std::chrono::steady_clock;
 
 template <class F>
-bool spin(F reached, Clock::time_point until) {
+bool spin(F reached, Clock::time_point until, int pauses = 1) {
   while (!reached()) {
     if (Clock::now() >= until) return false;
-    for (int i = 0; i < kPauses; i++) pause_core();
+    for (int i = 0; i < pauses; i++) pause_core();
   }
   return true;
 }
@@ -117,7 +117,8 @@ void Pool::serve(std::size_t thread) {
     lock.unlock();
     const auto ended = Clock::now();
     const auto another = [&] { return jobs_ != seen; };
-    spin(another, std::max(awake_until, ended + (soon ? kLongSpin : kSpin)));
+    const auto until = std::max(awake_until, ended + (soon ? kLongSpin : kSpin));
+    spin(another, ended + kSpin) || spin(another, until, kPauses);
     lock.lock();
     wake_.wait(lock, another);  // also for a job that has ended by now: the next one may come soon
     soon = Clock::now() - ended < kLongSpin;

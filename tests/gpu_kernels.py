@@ -396,6 +396,14 @@ def test_few_pairs_of_residents_have_the_same_bits_with_a_ring(layer, ids):
     assert found.isfinite().all()
 
 
+def test_residents_take_hidden_states_that_do_not_lie_in_rows():
+    """The output does, whatever a product of the decoder has left."""
+    backend, ids = decoded_slabs().backend, torch.tensor([[5, 2], [2, 5]], device=DEVICE)
+    hidden, factors = inputs_of(1, *ids.shape)
+    found = backend.of_residents(1, hidden.t().contiguous().t(), ids, factors)
+    assert torch.equal(found, backend.of_residents(1, hidden, ids, factors)) and found.is_contiguous()
+
+
 def test_a_ring_decodes_an_expert_of_several_tokens_once():
     ours = ring_of_four()
     ours.ring._buffer.fill_(NAN)

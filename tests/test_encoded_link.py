@@ -94,6 +94,7 @@ def test_both_ways_of_a_miss_are_measured_beside_a_gpu_unless_choices_follow_fro
     nominal, _ = here(deterministic=True)
     by_cpu, _ = here(misses="cpu")
     assert nominal.rates == by_cpu.rates and nominal.rates[0].link_bytes_per_s == NOMINAL_LINK_BYTES_PER_S
+    assert ways.step_rates and not (ways.in_steps_only or nominal.step_rates or by_cpu.step_rates)
     assert here(misses="wait") == (None, "wait")
 
     def refused(device, request_bytes):
@@ -104,6 +105,12 @@ def test_both_ways_of_a_miss_are_measured_beside_a_gpu_unless_choices_follow_fro
     monkeypatch.setattr(host_rates, "CPU_CALL_S", 0.0)
     assert here()[0].rates[0].link_bytes_per_s == NOMINAL_LINK_BYTES_PER_S
     monkeypatch.setattr(host_rates, "expert_rates", lambda kernel, slab, dtype, nbytes: (1e10, 5e-6))
+    with monkeypatch.context() as far:
+        far.setattr(host_rates, "CPU_CALL_S", 1e3)  # what is demanded is copied sooner
+        far.setattr(host_rates, "STEP_CALL_S", 0.0)
+        far.setattr(host_rates, "expert_rates", lambda kernel, slab, dtype, nbytes: (1e15, 1e-15))
+        ways, about = here()
+    assert ways.in_steps_only and ways.step_rates and about.startswith("auto for single tokens, else wait (measured: ")
     copies_are_sooner = "wait (measured: the link brings experts at 25.0 GB/s, the CPU computes them at 10.0 GB/s)"
     assert here() == (None, copies_are_sooner)
 

@@ -89,10 +89,10 @@ def test_a_cpu_that_took_longer_than_its_rates_say_is_asked_less_until_that_is_f
 
     assert asked() == 2
     pace.took(Phase.DECODE, 0.1, 1.0)
-    assert asked() == 2, "one call says little"
+    assert asked() == 2, "sooner than expected is as expected"
     for _ in range(8):
         pace.took(Phase.DECODE, 8.0, 1.0)
-    assert pace.slowness(Phase.DECODE) == 2**2.5 and asked() == 0 and asked(Phase.PREFILL) == 2
+    assert pace.slowness(Phase.DECODE) == 8.0 and asked() == 0 and asked(Phase.PREFILL) == 2
     assert (ways.in_step(0, 4, BYTES, None, 8.0), ways.in_step(0, 4, BYTES, None, 1.0), ways.in_step(0, 0, BYTES)) == (0, 2, 0)
     of_steps = replace(ways, step_rates=(Rates(10.0, 30.0, cpu_call_s=BYTES / 10),))
     assert of_steps.in_step(0, 4, BYTES) == 2 and of_steps.step_s(0, 3, BYTES) == pytest.approx(2 * BYTES / 10)

@@ -1,11 +1,11 @@
 """A layer of one token in one step: slabs for what it lacks, copies that the device queues, and the computation behind them.
 
 What a demand does (demand.py), where that takes no more than this: slabs hold one format, host memory holds every expert for
-good, and nothing else is on its way. The state and the counters come out alike. While the host decides, the link has nothing to
-do; so here little comes before the first copy is queued, and the rest while the link is busy.
+good, and nothing else is on its way. The state and the counters come out alike. While the host decides, link and CPU have
+nothing to do; so here little comes before both begin, and the rest while they are busy.
 
-Where link and CPU together are sooner, the CPU computes some of the misses meanwhile, from host memory: those that were used
-least, since what is copied has a slab from then on.
+Where link and CPU together are sooner, the CPU computes some of the misses from host memory: those that were used least, since
+what is copied has a slab from then on.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def fits(core: Residency, layer: int, experts: int, by_cpu: bool) -> bool:
 
 def asked(core: Residency, layer: int, missing: int) -> int:
     """How many of so many misses of one token the CPU computes."""
-    if core.ways is None or core.ways.policy != "auto" or not missing:
+    if core.ways is None or core.ways.policy != "auto":
         return 0
     table, geometry = core.table_of[layer], core.inventory.layers[layer].geometry
     measured = core.link.bytes_per_s, core.step_pace.slowness(core.phase)

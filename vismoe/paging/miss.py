@@ -24,7 +24,6 @@ from vismoe.types import Phase
 
 PACE_SHARE = 0.25  # of the newest measurement in what is known of the CPU's pace
 PACE_MOST = 16.0  # times as long as expected: more is taken for this, since the first call makes what later ones find
-STEP_LEAST = 0.5  # and less for this, where a token's layer is served in one step
 PACE_KEPT = 0.98  # of that from pass to pass
 
 
@@ -149,8 +148,6 @@ class Ways:
 
 @functools.lru_cache(maxsize=256)
 def _in_step(ways: Ways, geometry: int, misses: int, nbytes: int, *measured: Any) -> int:
-    if not misses:
-        return 0
     of_step = replace(ways, rates=ways.step_rates or ways.rates)
     return of_step.choose(geometry, [Miss(nbytes)] * misses, 0.0, *measured).count(Way.CPU)
 
@@ -158,15 +155,16 @@ def _in_step(ways: Ways, geometry: int, misses: int, nbytes: int, *measured: Any
 class CpuPace:
     """How many times as long as its rates say the CPU takes, by phase: other work shares its cores and its memory, or did when
     the rates were measured, and these may be nominal ones. What was measured is forgotten in the course of some dozens of passes,
-    so that the CPU is tried again."""
+    so that the CPU is tried again. least: times as long as expected; less is taken for this. parts: of a doubling, that are told
+    apart."""
 
-    def __init__(self, least: float = 1.0) -> None:
-        self._least = least  # times as long as expected: less is taken for this
+    def __init__(self, least: float = 1.0, parts: int = 1) -> None:
+        self._least, self._parts = least, parts
         self._logs: dict[Phase, float] = {}  # to the base of 2
 
     def slowness(self, phase: Phase) -> float:
-        """By factors of 1.4, so that choices can be remembered."""
-        return float(2.0 ** (round(2 * self._logs.get(phase, 0.0)) / 2))
+        """In steps, so that choices can be remembered."""
+        return float(2.0 ** (round(self._parts * self._logs.get(phase, 0.0)) / self._parts))
 
     def took(self, phase: Phase, seconds: float, expected_s: float) -> None:
         """Experts were computed, which the rates said takes `expected_s`."""

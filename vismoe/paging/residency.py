@@ -31,7 +31,7 @@ import numpy as np
 from vismoe.errors import ClosedError
 from vismoe.kernels.read import Arrival
 from vismoe.metrics import Metrics
-from vismoe.paging.miss import STEP_LEAST, CpuPace, Upgrades, Ways
+from vismoe.paging.miss import CpuPace, Upgrades, Ways
 from vismoe.paging.page_table import LOADING, NO_EXPERT, RESIDENT, RING_MOST, PageTable, Room
 from vismoe.paging.promises import COUNTERS, Promises, Stage
 from vismoe.paging.speculation import Ledger, Wanted, prefetch_order
@@ -145,7 +145,7 @@ class Residency:
         assert ways is None or hosts, "only what lies in a host tier can be computed there"
         self.inventory, self.window, self.link = inventory, window, Link()
         self.ways, self.hosts, self.upgrades = ways, hosts, upgrades
-        self.cpu_pace, self.step_pace = CpuPace(), CpuPace(STEP_LEAST)  # of what is demanded, and of layers served in one step
+        self.cpu_pace, self.step_pace = CpuPace(), CpuPace(least=0.5, parts=2)  # of demands, and of layers in one step
         self.deterministic = deterministic or (ways is not None and ways.deterministic)
         most = max((layer.num_experts for layer in inventory.layers), default=0)
         self.metrics = metrics or Metrics(len(inventory.layers), most)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vismoe.bench.benchmark import held_bytes
+from vismoe.bench.gpu_check.summary import WAITS
 from vismoe.bench.job import BITS_PER_WEIGHT, COLD, OURS, Job
 from vismoe.bench.limits import Groups
 from vismoe.bench.prompt import picture_tokens, random_ids
@@ -25,7 +26,6 @@ from vismoe.models.load.preview import preview
 HELD_LIKE = "25%"  # the share whose device bytes accelerate gets
 NEW_TOKENS, ACCELERATE_TOKENS = 32, 4  # accelerate moves every weight for every token
 WORKER_S = 75.0  # the longest that one worker may take
-WAITING = ", misses wait"
 PICTURE = (448, 448)
 QUESTION = "What is in the picture?"
 Keep = Callable[[dict[str, Any]], None]
@@ -50,7 +50,7 @@ def ours(options: Mapping[str, Any], share: float, format: str = "raw", waiting:
     bits = BITS_PER_WEIGHT.get(format, 16.0)
     memory = "100%" if share == 100 and format == "raw" else f"{share * bits / 16 + 1e-3:.3f}%"
     settings = {"memory": memory, "format": format, **({"misses": "wait"} if waiting else {})}
-    name = f"vismoe {format} {share:g}%{WAITING if waiting else ''}"
+    name = f"vismoe {format} {share:g}%{WAITS if waiting else ''}"
     return CheckEntrant(name, tuple(options["prompts"]), OURS, settings, format)
 
 

@@ -7,7 +7,8 @@ from vismoe.bench.roofline import table
 
 CONTESTS = ("contest", "resident", "whole", "policies", "image")
 QUARTER, FULL = "vismoe raw 25%", "vismoe raw 100%"
-WAITING = f"{QUARTER}, misses wait"  # for their copies
+WAITS = ", misses wait"  # for their copies: what a row's name ends with
+WAITING = QUARTER + WAITS
 NOTHING = "-"
 COLUMNS = (
     "stage", "row", "decode tokens/s", "quartiles", "first token", "hits", "link/token", "CPU/token",

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -34,7 +35,7 @@ constexpr std::size_t kAloneBytes = 128 * 1024;  // one thread reads less than t
 constexpr std::size_t kPackBytes = 256 * 1024;   // inputs of one packing task
 constexpr std::size_t kBlockBytes = 2 * lossless::kBlockWeights;  // decoded before and behind the rows that are wanted, at most
 constexpr std::size_t kEnoughThreads = 6;        // of which one can be left to something else
-constexpr std::chrono::milliseconds kLongestWait{2};
+constexpr std::chrono::milliseconds kLongestWait{2};  // for the others to claim all tasks
 constexpr std::size_t kGroup = 16;               // rows that kernels for prompts pack together
 
 enum Stage { kPack, kUp, kDown, kProduct, kCombine, kRowwise, kAttend };
@@ -54,21 +55,20 @@ std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); 
 // ------------------------------------------------------------------ the process's threads and workspace
 struct State;
 
+// How a call ended that was begun.
+struct Ended {
+  const float* out = nullptr;  // whose call it is
+  std::int32_t outcome = 0;
+  double at_s = 0.0;  // of the steady clock
+};
+
 // A call that was begun: the compute threads work on it, unless it is small. `finish` waits for them, or does what they do not.
 struct Begun {
   explicit Begun(const float* its_out) : out(its_out) {}
   virtual ~Begun() = default;
-  virtual std::int32_t finish(State& s) = 0;
+  virtual Ended finish(State& s) = 0;
 
-  const float* out;      // whose call it is
-  double ended_s = 0.0;  // of the steady clock
-};
-
-// How a call ended that another one has ended.
-struct Ended {
-  const float* out = nullptr;
-  std::int32_t outcome = 0;
-  double ended_s = 0.0;
+  const float* const out;
 };
 
 struct State {
@@ -83,12 +83,10 @@ struct State {
   std::size_t up_left_size = 0;
   std::vector<std::int32_t> rows, row_starts;  // of combine
   std::unique_ptr<Begun> begun;                // uses the members above
-  Ended ended;
+  Ended ended;                                 // the latest of those
 
   void finish_begun() {
-    if (!begun) return;
-    const std::int32_t outcome = begun->finish(*this);
-    ended = {begun->out, outcome, begun->ended_s};
+    if (begun) ended = begun->finish(*this);
     begun.reset();
   }
 
@@ -525,9 +523,9 @@ struct BegunExperts : Begun {
                float* out)
       : Begun(out), records(its_records), input(its_input), job(s, kernels, records, input, nullptr, factors, out, kApart) {}
 
-  std::int32_t finish(State& s) override {
-    ended_s = job.finish(s);
-    return job.damaged() ? 2 : 0;
+  Ended finish(State& s) override {
+    const double at_s = job.finish(s);
+    return {out, job.damaged() ? 2 : 0, at_s};
   }
 
   const Records records;
@@ -865,9 +863,8 @@ VISMOE_API std::int32_t vismoe_experts_end(const float* out, double* ended_s) {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.begun && s.begun->out == out) s.finish_begun();
-  const Ended ended = s.ended.out == out ? s.ended : Ended{};
-  if (s.ended.out == out) s.ended = {};
-  if (ended_s != nullptr) *ended_s = ended.ended_s;
+  const Ended ended = s.ended.out == out ? std::exchange(s.ended, {}) : Ended{};
+  if (ended_s != nullptr) *ended_s = ended.at_s;
   return ended.outcome;
 }
 

@@ -65,8 +65,7 @@ def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayou
         raise ConfigError(f"misses='cpu': {why_not}. Fix: misses='auto' (--misses auto)")
     if why_not or settings.misses == "wait":
         return None
-    ways = Ways(settings.misses, tuple(_rates(settings, device, layout) for layout in raw), settings.deterministic)
-    return _with_steps(ways) if device.type == "cuda" else ways
+    return Ways(settings.misses, tuple(_rates(settings, device, layout) for layout in raw), settings.deterministic)
 
 
 def ways_here(
@@ -85,7 +84,9 @@ def ways_here(
     if measured:
         assert kernels is not None
         each = zip(ways.rates, kernels, inventory.layouts, strict=True)
-        ways = _with_steps(replace(ways, rates=tuple(_measured(*of_geometry, device, dtype) for of_geometry in each)))
+        rates = tuple(_measured(*of_geometry, device, dtype) for of_geometry in each)
+        of_steps = tuple(replace(of, cpu_call_s=STEP_CALL_S, cpu_saves=STEP_SAVES) for of in rates)
+        ways = replace(ways, rates=rates, step_rates=of_steps)
     link, by_cpu = (format_rate(rate) for rate in (ways.rates[0].link_bytes_per_s, ways.rates[0].cpu_bytes_per_s))
     about = f"{'measured: ' if measured else ''}the link brings experts at {link}, the CPU computes them at {by_cpu}"
     kinds = {(layer.geometry, layer.top_k, layer.num_experts) for layer in inventory.layers}
@@ -95,10 +96,6 @@ def ways_here(
     if not any(ways.in_step(geometry, top_k, nbytes) for geometry, top_k, _, nbytes in sized):
         return None, f"wait ({about})"
     return replace(ways, in_steps_only=True), f"{ways.policy} for single tokens, else wait ({about})"
-
-
-def _with_steps(ways: Ways) -> Ways:
-    return replace(ways, step_rates=tuple(replace(of, cpu_call_s=STEP_CALL_S, cpu_saves=STEP_SAVES) for of in ways.rates))
 
 
 def _is_asked(ways: Ways, geometry: int, top_k: int, experts: int, nbytes: int) -> bool:

@@ -186,6 +186,7 @@ class CapturedDecoder:
         self._ids: list[tuple[int, int, torch.Tensor]] = []  # (layer, experts, ids)
         self._attended = 0
         self._layers: list[_CapturedLayer] = []
+        self._readable: Iterator[tuple[torch.Tensor, ...]] = iter(())  # of the layers to come: what the host reads
         self._held_by_graphs: list[torch.Tensor] = []  # what only these read and write
         self._heard: list[tuple[Any, torch.Tensor]] = []
 
@@ -199,8 +200,8 @@ class CapturedDecoder:
         captured = DynamicCache()
         captured.layers = self._layers = [_CapturedLayer(layer.get_seq_length()) for layer in cache.layers]
         self._backend.in_order(self.places.device)
-        # Page-locked memory for what experts get: none can be taken within a capture.
-        calls = [(index, hidden, factors) for hidden, index, factors, _ in example.calls]
+        # Page-locked memory for what the host reads between graphs: none can be taken within a capture.
+        calls = [] if self._resident else [(index, hidden, factors) for hidden, index, factors, _ in example.calls]
         self._readable = iter([tuple(map(page_locked_like, call)) for call in calls])
         named = {name: self.inputs.get(name, captured if name in CACHE_NAMES else value) for name, value in given.items()}
         with self._graphs.capturing(), as_captured(self), gate.hearing() as self._heard:
@@ -263,14 +264,13 @@ class CapturedDecoder:
             here.copy_(tensor, non_blocking=True)
         self._end_segment()
         told = torch.zeros(module.num_experts, dtype=torch.int64, pin_memory=hidden.is_cuda)
-        table = torch.zeros_like(told, device=hidden.device)
-        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        table, out = torch.zeros_like(told, device=hidden.device), torch.empty_like(hidden)
         self._held_by_graphs.append(table)
         graph, on_host = None, None
         if by_graph:
             graph = self._begin()
             table.copy_(told, non_blocking=True)
-            self._backend.sum_of(self._backend.parts_of_table(layer, *given, table), out)
+            out = self._backend.of_table(layer, *given, table)
             graph.end()
         if kernel is not None:
             rows = torch.zeros(index.numel(), kernel.hidden, dtype=torch.float32, pin_memory=hidden.is_cuda)

@@ -109,8 +109,8 @@ class GpuExperts:
 
         The bits are those of `begin` and `run`. index `[T, K]` int64.
         """
-        parts, out = self.parts_of_table(layer, hidden, index, factors, table), torch.empty_like(hidden)
-        self.sum_of(parts, out)
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        self.sum_of(self.parts_of_table(layer, hidden, index, factors, table), out)
         return out
 
     def parts_of_table(

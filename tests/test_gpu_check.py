@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +102,15 @@ def test_the_report_is_there_after_each_stage(tmp_path, monkeypatch):
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
     rows, whole = run(tmp_path, fake("good"), fake("interrupts"), fake("good"))
     assert not whole and [row["status"] for row in rows] == ["done", "interrupted"] and rows[1]["result"] == {"kept": 1}
+
+
+def test_a_stage_is_waited_for_where_no_signal_interrupts(tmp_path, monkeypatch):
+    """Ctrl-C between two steps of `Popen.wait` would leave its lock taken, and the runner waiting for ever."""
+    waited, wait = [], subprocess.Popen.wait
+    monkeypatch.setattr(subprocess.Popen, "wait", lambda *given: waited.append(threading.current_thread()) or wait(*given))
+    rows, _ = run(tmp_path, fake("late", deadline_s=1), fake("interrupts"))
+    assert [row["status"] for row in rows] == ["late", "interrupted"]
+    assert len(waited) == 2 and threading.main_thread() not in waited
 
 
 def test_generated_weights_are_deleted_after_the_last_stage_that_needs_them_and_nothing_else_is(tmp_path):

@@ -4,12 +4,14 @@ A stage's row in the report has `status`: `done`; `skipped`, if all its tests we
 or broke; `late`, if it was killed at its deadline; `interrupted` by Ctrl-C. `result` has what it had kept by then.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,15 +74,21 @@ def _run(stage: CheckStage, options: dict[str, Any], limit_s: float, worker: Seq
                 [*worker, stage.calls, str(scratch / "result")], stdin=given, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
+            # By a thread that no signal interrupts: Ctrl-C within `wait` can leave its lock taken; the next one would wait for ever.
+            waiting = threading.Thread(target=process.wait, daemon=True)
             try:
-                code = process.wait(limit_s)
-            except (subprocess.TimeoutExpired, KeyboardInterrupt) as ended:
-                status = "interrupted" if isinstance(ended, KeyboardInterrupt) else "late"
-                code = 0
+                waiting.start()
+                waiting.join(limit_s)
+                status = "late" if waiting.is_alive() else ""
+            except KeyboardInterrupt:
+                status = "interrupted"
             finally:  # its children too, however this ends
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended
+                        os.killpg(process.pid, signal.SIGKILL)
+                if waiting.ident is not None:
+                    waiting.join()
+            code = 0 if status else process.returncode
         found = scratch / "result"
         result = json.loads(found.read_text()) if found.exists() else {}
         lines = (scratch / "log").read_text(errors="replace").splitlines()[-LOG_LINES:]

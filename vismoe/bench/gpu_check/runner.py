@@ -74,7 +74,7 @@ def _run(stage: CheckStage, options: dict[str, Any], limit_s: float, worker: Seq
                 [*worker, stage.calls, str(scratch / "result")], stdin=given, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-            # By a thread that no signal interrupts: Ctrl-C within `wait` can leave its lock taken; the next one would wait for ever.
+            # By a thread that no signal interrupts: Ctrl-C within `wait` can leave its lock taken, and the next one waiting.
             waiting = threading.Thread(target=process.wait, daemon=True)
             try:
                 waiting.start()

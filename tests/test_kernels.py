@@ -96,24 +96,37 @@ def test_the_error_is_at_most_that_of_torch_in_bfloat16(isa, format, form):
         assert rms(parts - oracle) <= 1.05 * rms(eager - oracle)
 
 
-@pytest.mark.parametrize("activation", Activation)
-def test_activations_are_accurate_over_their_whole_range(isa, activation):
-    """An expert of one input and one output whose matrices are 1: only the activation is left."""
-    gate = Gate.CONCATENATED if activation is Activation.CLAMPED_SWIGLU else Gate.NONE
-    shapes = {"up_proj": (2 if gate is Gate.CONCATENATED else 1, 1), "down_proj": (1, 1)}
+def of_one_number(form: ExpertForm, x: torch.Tensor, down: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What an expert of one input and one output makes of x [N, 1], and its weights: those of the first matrix are 1."""
+    shapes = {"up_proj": (2 if form.gate is Gate.CONCATENATED else 1, 1), "down_proj": (1, 1)}
     raw = RecordLayout.of(shapes, dict.fromkeys(shapes, torch.bfloat16))
-    form = ExpertForm("up_proj", "down_proj", False, gate, activation, alpha=1.702, limit=7.0)
     kernel = cpu.ExpertKernel.of(Format.RAW, raw, raw, form)
     record = torch.zeros(raw.record_bytes, dtype=torch.uint8)
     weights = raw.views(record)
-    for weight in weights.values():
-        weight.fill_(1.0)
-    x = torch.cat([torch.linspace(-120, 120, 4001), torch.logspace(-20, 4, 200), -torch.logspace(-20, 4, 200)])[:, None]
+    weights["up_proj"].fill_(1.0)
+    weights["down_proj"].fill_(down)
     count, out = len(x), torch.empty(len(x), 1)
     starts, tokens = np.array([0, count], np.int32), np.arange(count, dtype=np.int32)
     kernel.parts(np.array([record.data_ptr()], np.uint64), starts, tokens, np.ones(count, np.float32), x, out)
+    return out, weights
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_activations_are_accurate_over_their_whole_range(isa, activation):
+    """Only the activation is left."""
+    gate = Gate.CONCATENATED if activation is Activation.CLAMPED_SWIGLU else Gate.NONE
+    form = ExpertForm("up_proj", "down_proj", False, gate, activation, alpha=1.702, limit=7.0)
+    x = torch.cat([torch.linspace(-120, 120, 4001), torch.logspace(-20, 4, 200), -torch.logspace(-20, 4, 200)])[:, None]
+    out, weights = of_one_number(form, x, down=1.0)
     oracle = reference.expert(form, weights, x)
     assert ((out - oracle).abs() <= 3e-6 * oracle.abs() + 2e-7 * x.abs()).all()
+
+
+def test_no_sigmoid_is_a_denormal_number(isa):
+    """A core multiplies those a hundred times as slowly."""
+    x = torch.linspace(-120, -60, 601)[:, None]
+    out, _ = of_one_number(ExpertForm("up_proj", "down_proj", False, Gate.NONE, Activation.SILU), x, down=2.0**100)
+    assert (out / (x * 2.0**100) >= torch.finfo(torch.float32).tiny).all()
 
 
 # ------------------------------------------------------------------ what results do not depend on

@@ -47,15 +47,17 @@ def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
 def test_contests_in_an_encoding_read_its_bytes(monkeypatch, encoding):
     monkeypatch.setattr(kernels, "ROUND_S", 0.0)
     monkeypatch.setattr(kernels, "BATCHES", (2,))
-    monkeypatch.setattr(kernels, "PROMPTS", ())
+    monkeypatch.setattr(kernels, "PROMPTS", (3,))
     shape, working_set = kernels.KernelShape(hidden=256, intermediate=256), torch.zeros(4 * 2**20, dtype=torch.uint8)
-    (contest,) = kernels.expert_contests(shape, Format.RAW, torch.bfloat16, working_set, encoding)
+    contest, prompt = kernels.expert_contests(shape, Format.RAW, torch.bfloat16, working_set, encoding)
     bits = {"fp8": 8.125, "w8": 8.125, "w4": 4.125, "mxfp4": 4.25, "q8_0": 8.5, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625}
     bits |= {"q2_k": 2.625, "q3_k": 3.4375, "iq4_xs": 4.25}
     weights, factors = 8 * 3 * 256 * 256, 8 * 4 * 3 * 256
     assert contest.our_bytes == (weights * 4.5 / 8 + factors if encoding == "nvfp4" else weights * bits[encoding] / 8)
     speed = kernels.measure(contest, working_set, threads=1, rounds=1)
     assert speed.times_torch is None and speed.weights_per_s * 4 == pytest.approx(speed.flop_per_s)
+    assert prompt.our_bytes == contest.our_bytes and prompt.torch_bytes == 2 * weights  # restored to bfloat16 before
+    assert kernels.measure(prompt, working_set, threads=1, rounds=1).times_torch
 
 
 @pytest.mark.parametrize("encoding", ["fp8", "w4", "mxfp4", "nvfp4"])

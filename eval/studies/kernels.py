@@ -14,8 +14,8 @@ divided by torch's. The last line on stdout is one JSON object; `--json` prints 
 "prompt": the call that adds the experts of a prompt up, for which AMX and AVX-512 BF16 have kernels of their own; torch's
 products are the same.
 
-Experts in the encodings of published checkpoints (`--weights fp8 q4_k`) have no contestant: torch has no
-operators for them.
+torch has no operators for the encodings of published checkpoints (`--weights fp8 q4_k`). For prompts its product of weights that
+were restored to bfloat16 before is their contestant; single tokens and small batches have none.
 """
 
 import itertools
@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 FORM = ExpertForm("gate_up_proj", "down_proj", False, Gate.CONCATENATED, Activation.SILU)
 EXPERTS_OF_A_CALL = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-PROMPTS = (16, 128)
+PROMPTS = (16, 64, 128, 256)
 ROUND_S = 0.05  # least time of each contestant
 WEIGHTS = {
     "bfloat16": (Format.RAW, torch.bfloat16),
@@ -165,19 +165,28 @@ def expert_contests(
     assert isinstance(kernel, cpu.ExpertKernel), kernel
     slabs = working_set[: working_set.numel() // slab.record_bytes * slab.record_bytes].view(-1, slab.record_bytes)
     fill(slabs, slab)
-    theirs = None if encoding else torch_experts(format, slabs, raw)
+    of_torch = (Format.RAW, restored_slabs(raw, working_set.numel())) if encoding else (format, slabs)
+    theirs = torch_experts(*of_torch, raw)
     name = encoding or (dtype_name(dtype) if format is Format.RAW else str(format))
     for tokens, prompt in [*((tokens, False) for tokens in BATCHES), *((tokens, True) for tokens in PROMPTS)]:
-        x = torch.randn(tokens, hidden).to(dtype)
+        x, rival = torch.randn(tokens, hidden).to(dtype), None if encoding and not prompt else theirs
         yield KernelContest(
             f"{name}, prompt" if prompt else name,
             tokens,
             6 * hidden * intermediate * tokens * EXPERTS_OF_A_CALL,
             our_calls(kernel, slabs, x, prompt),
             slab.payload_bytes * EXPERTS_OF_A_CALL,
-            theirs.calls(x) if theirs else None,
-            theirs.bytes_of_one * EXPERTS_OF_A_CALL if theirs else 0,
+            rival.calls(x) if rival else None,
+            rival.bytes_of_one * EXPERTS_OF_A_CALL if rival else 0,
         )
+
+
+@cache
+def restored_slabs(raw: RecordLayout, nbytes: int) -> Tensor:
+    """Records uint8 [N, record bytes] of bfloat16 weights in about `nbytes` of memory."""
+    slabs = in_huge_pages(torch.empty(nbytes // raw.record_bytes, raw.record_bytes, dtype=torch.uint8))
+    fill_with_normal(slabs.view(-1))
+    return slabs
 
 
 def fill(slabs: Tensor, layout: RecordLayout) -> None:

@@ -26,8 +26,8 @@ from vismoe.store import packed_linears, tensor_reads
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
-def logits(model, tokens: int = 24) -> torch.Tensor:
-    ids = torch.randint(3, 500, (1, tokens), generator=torch.Generator().manual_seed(1))
+def logits(model, tokens: int = 24, seed: int = 1) -> torch.Tensor:
+    ids = torch.randint(3, 500, (1, tokens), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         return model(input_ids=ids).logits
 
@@ -107,8 +107,13 @@ def test_logits_are_as_near_to_float64_with_unrounded_weights_as_those_of_restor
         name: unrounded[name] * quantised.blocks(scale, *unrounded[name].shape).double() for name, scale in scales.items()
     }
     exact, torchs = (tiny_models.build_from(fp8, unrounded, dtype) for dtype in (torch.float64, torch.bfloat16))
-    right = logits(exact, 400)
-    assert 0 < rms(logits(loaded, 400) - right) <= 1.05 * rms(logits(torchs, 400) - right)
+
+    def error(model: nn.Module) -> float:
+        """The median over tokens: where a router chooses another expert, one error is as large as those of many tokens."""
+        errors = [(logits(model, 400, seed) - logits(exact, 400, seed)).double().norm(dim=-1).flatten() for seed in range(8)]
+        return float(torch.cat(errors).median())
+
+    assert 0 < error(loaded) <= 1.05 * error(torchs)
 
 
 def test_the_plan_counts_what_is_loaded_and_says_what_is_encoded(fp8):

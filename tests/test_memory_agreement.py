@@ -86,8 +86,8 @@ model = kind.from_pretrained(
 plan = runtime_of(model).plan
 torch.manual_seed(0)
 new = 6
-for _ in range(2):
-    ids = torch.randint(5, 3000, (rows, tokens - new - side * side))
+for turn in range(8 if side else 2):  # prompts of eight lengths: the kernels of each one's products are kept
+    ids = torch.randint(5, 3000, (rows, tokens - new - side * side - 5 * turn))
     images = {}
     if side:
         ids = torch.cat((ids[:, :20], torch.full((rows, side * side), model.config.image_token_id), ids[:, 20:]), 1)
@@ -162,7 +162,7 @@ def folder_of(tmp_path_factory):
 
 
 def growth(folder, tokens, rows, side, settings):
-    """The highest share of its plan that a process took for two answers to `rows` prompts of `tokens` tokens."""
+    """The highest share of its plan that a process took for answers to `rows` prompts of up to `tokens` tokens."""
     usual = {name: value for name, value in os.environ.items() if name not in VARIABLES}  # which a model of this process bounds
     environment = {**usual, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", SERVE, str(folder), str(tokens), str(rows), str(side), json.dumps(settings)]
@@ -178,8 +178,8 @@ SETTINGS = [{"memory": "25%"}, {"memory": "100%"}, {"memory": "25%", "policy": "
 
 @pytest.mark.budget(60)
 @pytest.mark.parametrize("settings", SETTINGS[-1:] if LESS else SETTINGS, ids=lambda given: " ".join(given.values()))
-def test_the_process_grows_by_what_the_plan_says_within_about_a_tenth(folder_of, settings):
-    assert 0.88 <= growth(folder_of(WITH_IMAGES), 256, 1, 14, settings) <= 1.05  # 0.899 on a processor with AMX
+def test_the_process_grows_by_what_the_plan_says_within_a_tenth(folder_of, settings):
+    assert 0.9 <= growth(folder_of(WITH_IMAGES), 256, 1, 14, settings) <= 1.05
 
 
 EVERY = [

@@ -107,13 +107,13 @@ def test_logits_are_as_near_to_float64_with_unrounded_weights_as_those_of_restor
         name: unrounded[name] * quantised.blocks(scale, *unrounded[name].shape).double() for name, scale in scales.items()
     }
     exact, torchs = (tiny_models.build_from(fp8, unrounded, dtype) for dtype in (torch.float64, torch.bfloat16))
-
-    def error(model: nn.Module) -> float:
-        """The median over tokens: where a router chooses another expert, one error is as large as those of many tokens."""
-        errors = [(logits(model, 400, seed) - logits(exact, 400, seed)).double().norm(dim=-1).flatten() for seed in range(8)]
-        return float(torch.cat(errors).median())
-
-    assert 0 < error(loaded) <= 1.05 * error(torchs)
+    seeds = range(1, 81)  # of prompts: one alone has 0.7 to 2.8 times torch's error, by which experts its routers chose
+    right = [logits(exact, 400, seed) for seed in seeds]
+    ours, theirs = (
+        rms(torch.stack([logits(model, 400, seed) - of for seed, of in zip(seeds, right, strict=True)]))
+        for model in (loaded, torchs)
+    )
+    assert 0 < ours <= 1.05 * theirs
 
 
 def test_the_plan_counts_what_is_loaded_and_says_what_is_encoded(fp8):

@@ -169,7 +169,8 @@ def expert_contests(
     theirs = torch_experts(*of_torch, raw)
     name = encoding or (dtype_name(dtype) if format is Format.RAW else str(format))
     for tokens, prompt in [*((tokens, False) for tokens in BATCHES), *((tokens, True) for tokens in PROMPTS)]:
-        x, rival = torch.randn(tokens, hidden).to(dtype), None if encoding and not prompt else theirs
+        x = torch.randn(tokens, hidden).to(dtype)
+        rival = theirs if prompt or not encoding else None
         yield KernelContest(
             f"{name}, prompt" if prompt else name,
             tokens,

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vismoe.app.allocator import trim
 from vismoe.pools import backing
 from vismoe.pools.advice import HUGEPAGE, POPULATE_WRITE, advise
 from vismoe.pools.pool import SlabPool
@@ -119,7 +120,8 @@ def pages_there(memory: torch.Tensor) -> list[bool]:
 
 @pytest.fixture
 def roomy(monkeypatch) -> RecordLayout:
-    """Of slabs of 1 MiB, of which a few are worth pages ahead."""
+    """Of slabs of 1 MiB, of which a few are worth pages ahead. What earlier tests have freed has no pages left."""
+    trim()
     monkeypatch.setattr(backing, "LEAST_BYTES", 2**20)
     monkeypatch.setattr(backing, "PIECE_BYTES", 2**18)
     return RecordLayout.of({"w": (2**20,)}, {"w": torch.uint8})

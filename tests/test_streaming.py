@@ -14,6 +14,7 @@ from test_simulated_cuda import wrong_reads
 
 import vismoe
 from vismoe.paging import residency
+from vismoe.paging.page_table import PageTable
 from vismoe.paging.streaming import Passes, StreamEstimate, Streaming, Verdict, fixed_residents
 from vismoe.simulate.demands import Conditions, Demands
 from vismoe.simulate.oracle import oracle_misses
@@ -150,9 +151,10 @@ def test_streaming_is_never_slower_than_demand_paging(skew, compute_s):
     assert any(streamed[:-2]) and (any(streamed[-2:]) or compute_s < 1), "rows, and prompts"
 
 
-def test_what_stays_is_not_evicted_while_decode_passes_are_streamed():
+@pytest.mark.parametrize("trace", [{"tokens": 10, "batch": 24}, {"requests": 9, "prompt_tokens": 48, "tokens": 1}])
+def test_what_stays_is_not_evicted_while_passes_are_streamed(trace):
     """Not even for one that is to stay as well: it waits for the ring."""
-    demands = Demands.of(skewed_trace(6, 32, 4, tokens=10, batch=24, skew=0.3, seed=3))
+    demands = Demands.of(skewed_trace(6, 32, 4, skew=0.3, seed=3, **trace))
     pager = VirtualPager(demands.inventory, (90,), "lfu", Conditions(link_bytes_per_s=1024, compute_s_per_layer=2.0))
     (table,), evict, evicted = pager.tables, pager.tables[0].evict, []
 
@@ -165,6 +167,44 @@ def test_what_stays_is_not_evicted_while_decode_passes_are_streamed():
     for demand in demands:
         pager.run(demand)
     assert len(evicted) > 300 and not any(evicted)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("compute_s", [16.0, 64.0, 160.0])
+def test_a_streamed_prompt_takes_hardly_longer_than_its_computation_or_its_copies(share, compute_s):
+    """Of every layer the same share stays, so that the link has as much to do while each is computed; and it begins with the
+    pass. Seconds are copies of an expert."""
+    layers, experts, requests = 8, 128, 5
+    trace = skewed_trace(layers, experts, 8, requests=requests, prompt_tokens=512, tokens=1, skew=0.0, seed=2)
+    demands = Demands.of(trace)
+    conditions = dict(link_bytes_per_s=1024, compute_s_per_layer=compute_s)
+    pager, after = replayed(demands, int(share * layers * experts), True, **conditions)
+    prompt = slice(-2 * layers, -layers)  # of the last request, whose one token comes after it
+    assert {demand.phase for demand in demands[prompt]} == {Phase.PREFILL}
+    fetched, seconds = np.subtract(after[-layers - 1], after[-2 * layers - 1]) / layers / (1024, 1)
+    if pager.metrics.snapshot().total("streamed"):
+        assert seconds <= 1.12 * max(compute_s, fetched) and fetched <= (1 - share) * experts + 20, (seconds, fetched)
+    else:
+        assert share == 0.25 and compute_s == 160.0, "its ring would be more than half of the slabs"
+
+
+def test_the_last_tokens_experts_of_a_streamed_prompt_stay_and_every_layer_keeps_its_share():
+    layers, experts = 6, 32
+    trace = skewed_trace(layers, experts, 4, requests=6, prompt_tokens=64, tokens=1, skew=0.0, seed=4)
+    pager = VirtualPager(trace.inventory, (96,), "lfu", Conditions(link_bytes_per_s=1024, compute_s_per_layer=4.0))
+    (table,), streamed = pager.tables, 0
+    for demand in Demands.of(trace):
+        pager.run(demand)
+        if pager.core.streams and demand.phase is Phase.PREFILL:
+            streamed += 1
+            there = pager.core.of_all(PageTable.residency)
+            assert (there[demand.layer, demand.last] != 0).all()
+            fixed = [int(np.count_nonzero(table.fixed_of(layer))) for layer in range(layers)]
+            assert max(fixed) - min(fixed) <= 1 and sum(fixed) == 96 - table.streamed_ring
+            leaves = table.ring[table.slab_of[table.base[demand.layer] + demand.last]]
+            assert not leaves.any(), "the ring takes them"
+            pager.core.check_integrity()
+    assert streamed >= 4 * layers
 
 
 # -- the pager, whatever the rule says

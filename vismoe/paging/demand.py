@@ -70,7 +70,8 @@ class Demand:
         self._coming: ctypes.Array[Arrival] | None = None
         self._stall_s = self._began_s = 0.0
         self._streaming = core.streaming[core.inventory.layers[layer].geometry]
-        self._fixed: Collection[int] | None = None  # in a streamed decode pass, what stays
+        self._fixed: Collection[int] | None = None  # in a streamed pass, what stays
+        self._by_id = keep is not None  # a prompt
         self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
         self._beside_promises = False  # promises were
 
@@ -79,7 +80,8 @@ class Demand:
         """The layer begins: protect what is here, count, and take slabs for what is not."""
         core, table = self._core, self._table
         core.enter(self._layer, self.todo)
-        if self._streaming.on and self._keep is None:
+        if self._streaming.on:
+            table.fix_instead(self._layer, self._keep or ())
             self._keep = self._fixed = set(np.flatnonzero(table.fixed_of(self._layer)).tolist())
         table.enter_layer(self._layer)
         if core.tickets:
@@ -263,7 +265,7 @@ class Demand:
     def _giving_back(self, experts: list[int], slabs: np.ndarray) -> tuple[list[int], np.ndarray]:
         """Those to compute first, so that slabs are free again soon: one, in a prompt a part of the ring; where what stays is
         fixed, all that pass through."""
-        if self._fixed is None:
+        if self._fixed is None or self._by_id:
             ring = 0 if self._keep is None else self._table.streamed_ring or min(self._table.ring_limits)
             few = max(1, ring // RING_GROUPS)
             return experts[:few], slabs[:few]

@@ -81,7 +81,7 @@ class PageTable:
         self.borrowed = np.zeros(slabs, dtype=bool)  # a copy that is not to be registered
         self.left_for = np.full(slabs, -1, dtype=np.int32)  # flat expert that had to leave for the guess in this slab
         self.displaced = np.zeros(experts, dtype=bool)  # evicted for a guess, which was not used
-        self.fixed = np.zeros(experts, dtype=bool)  # stays in streamed decode passes
+        self.fixed = np.zeros(experts, dtype=bool)  # stays in streamed passes
         self.promised = np.zeros(experts, dtype=bool)  # kept for the running round (promises.py)
         self.worth = np.zeros(slabs)  # lru: tick of the last use; otherwise decayed uses
         self._use_weight = 1.0
@@ -241,7 +241,7 @@ class PageTable:
         return None if slab is None else Room(slab)
 
     def hold_fixed(self) -> None:
-        """Choose what stays in streamed decode passes; other residents are the first to leave."""
+        """Choose what stays in streamed passes; other residents are the first to leave."""
         pinned = np.zeros(len(self.fixed), dtype=bool)
         pinned[self.expert_in[self.pinned]] = True
         there = self.state == RESIDENT
@@ -260,8 +260,24 @@ class PageTable:
         self.streamed[leaves] = True
 
     def fixed_of(self, layer: int) -> np.ndarray:
-        """bool `[E]`: what stays of a layer in streamed decode passes."""
+        """bool `[E]`: what stays of a layer in streamed passes."""
         return self.fixed[self.base[layer] : self.base[layer] + self._experts[layer]]
+
+    def fix_instead(self, layer: int, experts: Collection[int]) -> None:
+        """Let these of a layer stay in a streamed pass, each in place of another one of it: an absent one, else the one used
+        least, which leaves once it was computed."""
+        fixed, first = self.fixed_of(layer), self.base[layer]
+        wanted = [expert for expert in experts if expert < len(fixed) and not fixed[expert]]
+        if not wanted or self.pins(layer):
+            return
+        others = np.setdiff1d(np.flatnonzero(fixed), list(experts))
+        there = self.slab_of[first + others] >= 0
+        leave = others[np.lexsort((self.uses[first + others], there))][: len(wanted)]
+        fixed[wanted[: len(leave)]], fixed[leave] = True, False
+        slabs = self.slab_of[first + leave]
+        slabs = slabs[slabs >= 0]
+        self.ring[slabs] = True
+        self.streamed[slabs] = self.state[slabs] == RESIDENT
 
     def room_ahead(self, running_layer: int, window: int) -> Room | None:
         """A slab for an expert of the next layer of a streamed pass, within the ring; never the last that a demand could take."""

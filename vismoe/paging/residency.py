@@ -172,6 +172,7 @@ class Residency:
         stacks = [*(layer.stack for layer in inventory.layers), None]  # a vision tower and what drafts have passes of their own
         self._after = [n + 1 if stacks[n] == stacks[n + 1] else 0 for n in range(len(inventory.layers))]
         self._next_layer: dict[tuple[Phase, int], int] = {}  # which layer ran after which
+        self._begins_with: dict[Phase, int] = {}  # with which layer passes began
         self.streams = False  # the running pass is streamed, in the layers of some geometry
         self.tickets: dict[ExpertId, Ticket] = {}  # in flight
         self.queue: collections.deque[Ticket] = collections.deque()  # those that were demanded and are not begun, oldest first
@@ -204,13 +205,15 @@ class Residency:
         for table, streaming in zip(self.tables, self.streaming, strict=True):
             ring = streaming.begin_pass(phase, tokens, table.dynamic_slabs, table.pool.free == 0, compute_s)
             table.begin_step(ring)
-            if ring and phase is Phase.DECODE:
+            if ring:
                 table.hold_fixed()
         self.streams = any(streaming.on for streaming in self.streaming)
         if self.streams:
             self.end_drafting()
         if not (self.streams and phase is Phase.DECODE):
             self.ahead.clear()
+        if phase in self._begins_with and not self.ahead:
+            self._stream(self._begins_with[phase])
 
     def end_request(self) -> None:
         """Guesses that were not used by now were wasted; what is resident stays."""
@@ -382,6 +385,8 @@ class Residency:
     def enter(self, layer: int, wanted: Sequence[int]) -> None:
         """The layer begins, and its router has spoken."""
         self._next_layer[self.phase, self._entered] = layer
+        if self.running_layer < 0:
+            self._begins_with[self.phase] = layer
         self.running_layer = self._entered = layer
         self.tick += 1
         if self.promises:
@@ -446,19 +451,23 @@ class Residency:
     def stream_after(self, layer: int) -> None:
         """The router of `layer` has spoken, and what it wants has slabs or waits for them. What else was to be copied for it is
         dropped; what the next layer lacks comes next: in prefill by id, as it will be computed, otherwise the most used first,
-        which it most likely wants. In decode the first layer of the next pass follows the last of this one."""
+        which it most likely wants. In decode the first layer of the next pass follows the last of this one; in prefill what that
+        layer lacks comes when the pass begins."""
         self.ahead.clear()
         for expert in self.table_of[layer].drop_ahead(layer):
             self.count_wasted(expert)
-        decoding = self.phase is Phase.DECODE
         following = self._next_layer.get((self.phase, layer), self._after[layer])
-        ahead = self.inventory.layers[following]
-        if not self.streaming[ahead.geometry].on or (following <= layer and not decoding):
+        if following > layer or self.phase is Phase.DECODE:
+            self._stream(following)
+
+    def _stream(self, layer: int) -> None:
+        """What this layer lacks is to be copied now, where it is streamed."""
+        table, ahead = self.table_of[layer], self.inventory.layers[layer]
+        if not self.streaming[ahead.geometry].on:
             return
-        table, self._ahead_of = self.table_of[following], following
-        start = table.base[following]
+        self._ahead_of, start = layer, table.base[layer]
         absent = start + np.flatnonzero(table.slab_of[start : start + ahead.num_experts] < 0)
-        last_first = np.argsort(table.uses[absent], kind="stable") if decoding else slice(None, None, -1)
+        last_first = np.argsort(table.uses[absent], kind="stable") if self.phase is Phase.DECODE else slice(None, None, -1)
         self.ahead.extend(absent[last_first].tolist())
         self.link.wake()
 
@@ -475,8 +484,7 @@ class Residency:
             expert = table.id_of[flat]
             nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
             self.metrics.add("prefetched_bytes", self.phase, expert.layer, nbytes)
-            through = self.phase is not Phase.DECODE or not table.fixed[flat]
-            table.begin_load(flat, room.slab, speculative=True, ring=through)
+            table.begin_load(flat, room.slab, speculative=True, ring=not table.fixed[flat])
             return self._ticket(expert, room.slab, speculative=True)
         return None
 

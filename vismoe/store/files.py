@@ -101,9 +101,9 @@ class OpenFiles:
             )
         )
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # held: when Python ends, modules go first
         for descriptor in self._descriptors:
-            os.close(descriptor)
+            close(descriptor)
 
     def fill(self, file: int, offset_bytes: int, into: np.ndarray) -> int:
         """Fill `into` (uint8, contiguous) with what the file has at `offset_bytes`; returns its bytes. Raises CheckpointError."""

@@ -20,7 +20,7 @@ from vismoe.bench import worker
 from vismoe.bench.benchmark import backbone_of
 from vismoe.bench.job import COLD, WARM, BenchRequest, Contestant, Job, TokenTime, contestants_of
 from vismoe.bench.limits import Groups
-from vismoe.bench.report import Ceilings, Work, agreement, measures, observed, spread, summary, warnings
+from vismoe.bench.report import Ceilings, Work, agreement, ceilings_json, measures, observed, spread, summary, warnings
 from vismoe.bench.run import ReadyWorker, run_all, run_job
 from vismoe.bench.turns import rotating
 from vismoe.errors import ConfigError
@@ -320,6 +320,26 @@ def test_the_figures_of_a_request():
     assert figures["decode_control_us_per_layer"] == 1e6 * 0.125 / 4
     assert figures["decode_link_share"] is None and figures["encode_s"] is None
     assert "prefill_hit_rate" not in figures
+
+
+def test_the_disk_is_measured_before_and_after_each_worker_and_its_shares_are_of_that(tmp_path, monkeypatch):
+    files = [tmp_path / name for name in ("small", "large")]
+    for file, size in zip(files, (5, 9)):
+        file.write_bytes(b"x" * size)
+    rates, asked = iter((200.0, 400.0, None, 500.0, None, None)), []
+    monkeypatch.setattr(runs, "rate_past_cache", lambda *given: asked.append(given) or next(rates))
+    job = replace(JOB, files=tuple(map(str, files)), read_bytes=7, io_threads=3)
+    done = run_all({"vismoe": job}, 3, Groups(None), worker=script("out.write_text(json.dumps({'x': 1}))")).runs
+    assert [run["disk_bytes_per_s"] for run in done] == [300.0, 500.0, None] and set(asked) == {(str(files[1]), 7, 3)}
+    for unmeasured in (replace(job, io_threads=0), replace(job, read_bytes=0), replace(job, files=())):
+        (run,) = run_all({"vismoe": unmeasured}, 1, Groups(None), worker=script("out.write_text(json.dumps({'x': 1}))")).runs
+        assert run["disk_bytes_per_s"] is None and len(asked) == 6
+
+    measured = figures_of([*runs_of("vismoe", [2.0, 2.0], disk_bytes_per_s=300.0), *runs_of("accelerate", [2.0, 2.0])])
+    assert measured["vismoe"]["warm"]["decode_disk_share"]["median"] == 300 / 2.0 / 300.0
+    assert measured["accelerate"]["warm"]["decode_disk_share"]["median"] == 300 / 2.0 / 600.0, "of the profile"
+    said = ceilings_json(CEILINGS, WORK, [{"disk_bytes_per_s": 200.0}, {"disk_bytes_per_s": 300.0}, {}])
+    assert said["disk_beside"] == {"median": 250.0, "min": 200.0, "max": 300.0, "n": 2} and said["disk_bytes_per_s"] == 600.0
 
 
 def test_medians_with_extremes_cold_and_warm_apart():

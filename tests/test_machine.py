@@ -25,7 +25,7 @@ from vismoe.machine import profile as profile_module
 from vismoe.machine import rates as rates_module
 from vismoe.machine.ceilings import EXAMPLES, miss_bytes_per_s, resident_tokens_per_s, spare_bytes, tokens_per_s
 from vismoe.machine.choices import Choices, choose
-from vismoe.machine.disk import disk_rates, filesystem_key
+from vismoe.machine.disk import disk_rates, filesystem_key, rate_past_cache
 from vismoe.machine.facts import cpu_of, facts, machine_key, pci_link
 from vismoe.machine.hardware import cpu_quota
 from vismoe.machine.measure import measure, measure_disk
@@ -238,6 +238,17 @@ def test_ctrl_c_while_writing_the_scratch_file_leaves_none(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         disk_rates(tmp_path, SMALL)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rate_of_one_file_is_that_past_the_page_cache_or_none(tmp_path, monkeypatch):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(os.urandom(4 * MIB))
+    assert rate_past_cache(file, MIB, 2, 0.02) is None, "too small to say anything"
+    assert rate_past_cache(tmp_path / "gone", MIB, 2, 0.02) is None
+    monkeypatch.setattr(disk_module, "LEAST_EXISTING_BYTES", MIB)
+    rate = rate_past_cache(file, MIB, 2, 0.02)
+    assert (rate is None) == bool(disk_rates(file, SMALL).direct_refused) and (rate is None or rate > 0)
+    assert rate_past_cache(file, MIB, 8, 0.02) is None, "fewer places than threads"
 
 
 def test_a_large_weights_file_is_read_in_place_of_a_scratch_file(tmp_path, monkeypatch):

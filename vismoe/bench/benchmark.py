@@ -134,7 +134,7 @@ def run(order: BenchOptions, progress: Callable[[int, bool], AbstractContextMana
             *warnings(figures),
             *(f"no timeline was written: {run['trace_failed']}" for run in outcome.runs if "trace_failed" in run),
         ],
-        "ceilings": ceilings_json(ceilings, work),
+        "ceilings": ceilings_json(ceilings, work, outcome.runs),
         "control": control,
         "timeline": None if order.trace is None else _phases_of(Path(order.trace), began_s),
         "contestants": figures,
@@ -247,6 +247,7 @@ def _job(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant
         warm_requests=order.warm,
         threads=order.threads or cores(),
         held_bytes=max(held_bytes(subject, plan) for plan in plans),
+        io_threads=max(plan.io_threads for plan in plans),
         settings=settings,
         revision=subject.revision,
         picture=order.picture,
@@ -312,6 +313,7 @@ def _prompt_ids(order: BenchOptions, subject: Subject) -> tuple[int, ...]:
 
 def _job_of(one: Contestant, job: Job, order: BenchOptions, subject: Subject) -> Job:
     """The job of one contestant: it drops only its own files, and only VisMoE has settings."""
+    job = replace(job, read_bytes=subject.matrix_bytes(one.expert_type))
     if one.package == "llama_cpp":
         gguf = order.gguf or str(gguf_file(subject, one.expert_type))
         return replace(job, way=one.way, settings={}, files=(gguf,), gguf=gguf)

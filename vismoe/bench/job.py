@@ -146,6 +146,8 @@ class Job:
     first_tokens: tuple[int, ...] = ()  # further warm requests, each with so many of the first tokens of the prompt
     parallel: tuple[int, ...] = ()  # further measurements, each with so many prompts that decode at once
     prompts: tuple[tuple[int, ...], ...] = ()  # for these: of equal length, each another one
+    read_bytes: int = 0  # of one read of VisMoE's experts; before and after a worker so many are read of its largest file, by
+    io_threads: int = 0  # so many threads, which gives the disk's rate beside it; 0: none
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

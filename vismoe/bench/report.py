@@ -16,10 +16,8 @@ from vismoe.types import ExpertInventory
 
 STATES = (COLD, WARM)
 REFERENCES = ("transformers-eager", "transformers", "accelerate", OURS)  # the others are compared with the first that ran
-LEAST_CORRELATION = {  # with the reference's logits; another model has none
-    **{EXACT: 0.9, "int8": 0.9, "int4": 0.8, "int2": 0.2},
-    **{"q8_0": 0.9, "q4_k": 0.8, "q4_0": 0.8},
-}
+# With the reference's logits; another model has none.
+LEAST_CORRELATION = {EXACT: 0.9, "int8": 0.9, "int4": 0.8, "int2": 0.2, "q8_0": 0.9, "q4_k": 0.8, "q4_0": 0.8}
 PHASES = ("prefill", "decode")
 PRECISIONS = (EXACT, "int8", "q8_0", "int4", "q4_k", "q4_0", "int2")  # in the order of a report
 MOST_CACHED_SHARE = 0.05  # most share of the weight files that may be in the page cache when a cold request begins
@@ -31,10 +29,14 @@ class Ceilings:
     """The greatest possible speeds of the machine, and their source."""
 
     memory_bytes_per_s: float | None  # of the memory next to the computing device
-    disk_bytes_per_s: float | None
+    disk_bytes_per_s: float | None  # the best of all sizes and depths; for a run, what was measured before and after it
     link_bytes_per_s: float | None  # between the tiers; None without a real or emulated device
     how: str
     doubts: tuple[str, ...] = ()  # reasons why a ceiling is unknown or may be wrong
+
+    def beside(self, run: Mapping[str, Any]) -> "Ceilings":
+        """Those of one run."""
+        return replace(self, disk_bytes_per_s=run.get("disk_bytes_per_s") or self.disk_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ def _of_one(runs: Sequence[Mapping[str, Any]], work: Work, ceilings: Ceilings, m
     }
     for state in STATES:
         processes = [
-            _medians([measures(request, work, ceilings) for request in run["requests"] if request["state"] == state])
+            _medians([measures(request, work, ceilings.beside(run)) for request in run["requests"] if request["state"] == state])
             for run in done
         ]
         names = dict.fromkeys(name for one in processes for name in one)
@@ -236,8 +238,9 @@ def _cold_open(runs: Sequence[Mapping[str, Any]], ceilings: Ceilings) -> dict[st
     """Of a start to the first token, all files cold: seconds, bytes read, seconds that a prompt takes beside waiting for experts
     (the least of all requests), and how many times as long it took as these bytes at the disk's rate and that. None where the
     system or the contestant does not count them."""
-    rate, found = ceilings.disk_bytes_per_s, []
+    found = []
     for run in runs:
+        rate = ceilings.beside(run).disk_bytes_per_s
         read, prefills = run.get("load_disk_bytes"), [one for one in run["requests"] if (one["counters"] or {}).get("prefill")]
         for cold in _colds(run):
             if not (rate and prefills) or read is None or cold["prefill_disk_bytes"] is None:
@@ -387,11 +390,11 @@ def _correlation(ours: Sequence[float] | None, theirs: Sequence[float] | None) -
     return statistics.correlation(ours, theirs) if ours and theirs else None
 
 
-def ceilings_json(ceilings: Ceilings, work: Work) -> dict[str, Any]:
-    """The ceilings, and the highest rates that they allow."""
-    rate = ceilings.memory_bytes_per_s
+def ceilings_json(ceilings: Ceilings, work: Work, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The ceilings, the disk's rate beside the runs, and the highest rates that they allow."""
     return {
         **dataclasses.asdict(ceilings),
         **dataclasses.asdict(work),
-        "decode_tokens_per_s_at_most": rate / work.decode_bytes if rate else None,
+        "disk_beside": spread(run.get("disk_bytes_per_s") for run in runs),
+        "decode_tokens_per_s_at_most": (ceilings.memory_bytes_per_s or 0) / work.decode_bytes or None,
     }

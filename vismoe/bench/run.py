@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from vismoe.bench.limits import Groups, drop_caches
 from vismoe.bench.turns import rotating
 from vismoe.config import format_bytes
 from vismoe.flags import signals_call
+from vismoe.machine.disk import rate_past_cache
 from vismoe.threads import without_us
 
 WORKER = (sys.executable, "-m", "vismoe.bench.worker")
@@ -54,13 +56,23 @@ def run_all(
                 continue
             progress(f"{name}, repeat {repeat + 1} of {repeats}")
             drop_caches(files)
+            before = _disk_rate(jobs[name])
             job = jobs[name] if repeat == repeats - 1 else replace(jobs[name], trace=None)  # one timeline, of the last repeat
             runs.append({"contestant": name, "repeat": repeat, **run_job(job, groups, worker)})
+            known = [rate for rate in (before, _disk_rate(job)) if rate is not None]
+            runs[-1]["disk_bytes_per_s"] = statistics.mean(known) if known else None
             if "failed" in runs[-1]:
                 failed.add(name)
     except KeyboardInterrupt:
         return BenchOutcome(tuple(runs), interrupted=True)
     return BenchOutcome(tuple(runs), interrupted=False)
+
+
+def _disk_rate(job: Job) -> float | None:
+    """Of the worker's largest file, read as VisMoE reads experts; None: not measured."""
+    if not (job.files and job.read_bytes and job.io_threads):
+        return None
+    return rate_past_cache(max(job.files, key=os.path.getsize), job.read_bytes, job.io_threads)
 
 
 def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[str, Any]:

@@ -73,6 +73,10 @@ class Subject:
         """Bytes of an expert in a VisMoE format or llama.cpp type in memory, divided by its bytes in this dtype."""
         return BITS_PER_WEIGHT.get(expert_type, self.weight_bits) / self.weight_bits
 
+    def matrix_bytes(self, expert_type: str) -> int:
+        """Bytes of one of an expert's three matrices in such a type; of the largest where experts differ."""
+        return int(self.expert_share(expert_type) * max(layout.payload_bytes for layout in self.inventory.layouts)) // 3
+
     @property
     def weight_bits(self) -> int:
         return 8 * getattr(torch, self.dtype).itemsize

@@ -74,6 +74,15 @@ def cached_rate(path: str | os.PathLike[str], limit_s: float = 0.5) -> float:
         return opened.cached_rate(limit_s)
 
 
+def rate_past_cache(file: str | os.PathLike[str], request_bytes: int, depth: int, limit_s: float = 0.5) -> float | None:
+    """Bytes per second of reading a file at random offsets with O_DIRECT; None where it is small, missing, or not read so."""
+    try:
+        with _open(file, QUICK) as opened:
+            return opened.cold_rate(True, request_bytes, depth, limit_s)
+    except (InputError, OSError):
+        return None
+
+
 class _Opened(NamedTuple):
     """A file that is being measured, opened both ways."""
 

@@ -263,8 +263,8 @@ class Demand:
         return Group(experts, table.pool, slabs)
 
     def _giving_back(self, experts: list[int], slabs: np.ndarray) -> tuple[list[int], np.ndarray]:
-        """Those to compute first, so that slabs are free again soon: one, in a prompt a part of the ring; where what stays is
-        fixed, all that pass through."""
+        """Those to compute first, so that slabs are free again soon: one, in a prompt a part of the ring; in a streamed decode
+        pass all that pass through."""
         if self._fixed is None or self._by_id:
             ring = 0 if self._keep is None else self._table.streamed_ring or min(self._table.ring_limits)
             few = max(1, ring // RING_GROUPS)

@@ -288,6 +288,27 @@ def test_the_next_layer_is_copied_hottest_first_and_what_its_router_does_not_cho
     pager.check_integrity()
 
 
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_the_copies_of_a_passs_first_layer_begin_with_the_pass(monkeypatch, phase):
+    monkeypatch.setattr(Always, "begin_pass", lambda self, *given: setattr(self, "verdict", Verdict.STREAMED) or 4)
+    monkeypatch.setattr(residency, "Streaming", Always)
+    pager = make_pager(NumberStore([8] * 3, [0] * 3), [12], threads=0)
+    (table,), in_order = pager.tables, phase is Phase.PREFILL
+    for _ in range(2):
+        pager.begin_step(phase)
+        for layer in range(3):
+            with pager.demand(layer, list(range(8)), keep=set() if in_order else None) as demand:
+                list(lent_by(demand, layer, in_order))
+    pager.begin_step(phase)
+    absent = np.flatnonzero(table.slab_of[:8] < 0).tolist()
+    ticket = pager.transfer.take()
+    assert absent and ticket is not None and ticket.expert.layer == 0
+    assert ticket.expert.expert == absent[0] or not in_order, "prompts are computed by id"
+    pager.transfer.run(ticket)
+    pager.close()
+    pager.check_integrity()
+
+
 # -- answers
 @pytest.mark.budget(4)
 def test_answers_of_streamed_passes_have_the_same_bits_and_say_so(seen, always):  # noqa: F811

@@ -246,7 +246,7 @@ def _job(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant
         new_tokens=order.new_tokens,
         warm_requests=order.warm,
         threads=order.threads or cores(),
-        held_bytes=max(held_bytes(subject, plan) for plan in plans),
+        held_bytes=max(subject.held_bytes(plan) for plan in plans),
         io_threads=max(plan.io_threads for plan in plans),
         settings=settings,
         revision=subject.revision,
@@ -296,12 +296,6 @@ def backbone_of(backbone: Sequence[tuple[str, int]], runs: Sequence[Mapping[str,
     plans = [run["notes"]["plan"] for run in runs if "plan" in run.get("notes", ())]
     held = {part["name"]: part["bytes"] for plan in plans[-1:] for part in plan["parts"]}
     return [(name, held.get(name, nbytes)) for name, nbytes in backbone]
-
-
-def held_bytes(subject: Subject, plan: Plan) -> int:
-    """Bytes of weights that VisMoE keeps in memory."""
-    experts = sum(part.bytes for part in plan.parts if part.name.startswith(("pinned prefix", "expert pool")))
-    return experts + sum(nbytes for _, nbytes in subject.backbone)
 
 
 def _prompt_ids(order: BenchOptions, subject: Subject) -> tuple[int, ...]:

@@ -146,8 +146,8 @@ class Job:
     first_tokens: tuple[int, ...] = ()  # further warm requests, each with so many of the first tokens of the prompt
     parallel: tuple[int, ...] = ()  # further measurements, each with so many prompts that decode at once
     prompts: tuple[tuple[int, ...], ...] = ()  # for these: of equal length, each another one
-    read_bytes: int = 0  # of one read of VisMoE's experts; before and after a worker so many are read of its largest file, by
-    io_threads: int = 0  # so many threads, which gives the disk's rate beside it; 0: none
+    read_bytes: int = 0  # of each read that measures the disk before and after the worker; 0: it is not measured
+    io_threads: int = 0  # that read experts, and make these reads; 0: it is not measured
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

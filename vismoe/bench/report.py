@@ -396,5 +396,5 @@ def ceilings_json(ceilings: Ceilings, work: Work, runs: Sequence[Mapping[str, An
         **dataclasses.asdict(ceilings),
         **dataclasses.asdict(work),
         "disk_beside": spread(run.get("disk_bytes_per_s") for run in runs),
-        "decode_tokens_per_s_at_most": (ceilings.memory_bytes_per_s or 0) / work.decode_bytes or None,
+        "decode_tokens_per_s_at_most": ceilings.memory_bytes_per_s and ceilings.memory_bytes_per_s / work.decode_bytes,
     }

@@ -28,6 +28,7 @@ from vismoe.machine.profile import profile_file
 from vismoe.models.family.components import backbone_bytes
 from vismoe.models.load.locate import inventory_of
 from vismoe.models.load.preview import describe, experts_in_place
+from vismoe.planning.plan import Plan
 from vismoe.store.index import index_path
 from vismoe.store.pack import pack
 from vismoe.store.packed import contents_of
@@ -72,6 +73,11 @@ class Subject:
     def expert_share(self, expert_type: str) -> float:
         """Bytes of an expert in a VisMoE format or llama.cpp type in memory, divided by its bytes in this dtype."""
         return BITS_PER_WEIGHT.get(expert_type, self.weight_bits) / self.weight_bits
+
+    def held_bytes(self, plan: Plan) -> int:
+        """Bytes of weights that VisMoE keeps in memory."""
+        experts = sum(part.bytes for part in plan.parts if part.name.startswith(("pinned prefix", "expert pool")))
+        return experts + sum(nbytes for _, nbytes in self.backbone)
 
     def matrix_bytes(self, expert_type: str) -> int:
         """Bytes of one of an expert's three matrices in such a type; of the largest where experts differ."""

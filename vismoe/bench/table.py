@@ -68,8 +68,8 @@ def _head(report: dict[str, Any]) -> list[str]:
     rates = [f"{what} {format_bytes(rate)}/s" for what in ("memory", "disk", "link") if (rate := ceilings[f"{what}_bytes_per_s"])]
     most = ceilings["decode_tokens_per_s_at_most"]
     if disk := ceilings["disk_beside"]:
-        median, least, most_of_it = (f"{format_bytes(disk[which])}/s" for which in ("median", "min", "max"))
-        rates.append(f"beside the runs {median} ({least} to {most_of_it})")
+        median, least, greatest = (f"{format_bytes(disk[which])}/s" for which in ("median", "min", "max"))
+        rates.append(f"disk beside the runs {median} ({least} to {greatest})")
     return [
         f"{model['name']}: {model['family']}, {model['dtype']}, {format_bytes(model['weights_bytes'])} of weights, "
         f"{format_bytes(model['expert_bytes'])} of them experts",

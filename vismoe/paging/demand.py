@@ -70,8 +70,6 @@ class Demand:
         self._coming: ctypes.Array[Arrival] | None = None
         self._stall_s = self._began_s = 0.0
         self._streaming = core.streaming[core.inventory.layers[layer].geometry]
-        self._fixed: Collection[int] | None = None  # in a streamed pass, what stays
-        self._by_id = keep is not None  # a prompt
         self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
         self._beside_promises = False  # promises were
 
@@ -82,7 +80,7 @@ class Demand:
         core.enter(self._layer, self.todo)
         if self._streaming.on:
             table.fix_instead(self._layer, self._keep or ())
-            self._keep = self._fixed = set(np.flatnonzero(table.fixed_of(self._layer)).tolist())
+            self._keep = set(np.flatnonzero(table.fixed_of(self._layer)).tolist())
         table.enter_layer(self._layer)
         if core.tickets:
             self._guess, self._began_s = core.guess_on_the_way(), now_s
@@ -259,13 +257,13 @@ class Demand:
                 resident[resident.argmin() :] = False
             experts, slabs = [e for e, here in zip(experts, resident.tolist()) if here], slabs[resident]
             if self.absent:  # an expert waits for a slab
-                experts, slabs = self._giving_back(experts, slabs)
+                experts, slabs = self._giving_back(experts, slabs, in_order)
         return Group(experts, table.pool, slabs)
 
-    def _giving_back(self, experts: list[int], slabs: np.ndarray) -> tuple[list[int], np.ndarray]:
+    def _giving_back(self, experts: list[int], slabs: np.ndarray, in_order: bool) -> tuple[list[int], np.ndarray]:
         """Those to compute first, so that slabs are free again soon: one, in a prompt a part of the ring; in a streamed decode
         pass all that pass through."""
-        if self._fixed is None or self._by_id:
+        if in_order or not self._streaming.on:
             ring = 0 if self._keep is None else self._table.streamed_ring or min(self._table.ring_limits)
             few = max(1, ring // RING_GROUPS)
             return experts[:few], slabs[:few]
@@ -322,7 +320,7 @@ class Demand:
             if precision in full:
                 continue
             streaming = self._keep is not None and expert not in self._keep
-            room = core.make_room(self._layer, streaming or self._fixed is not None, precision=precision)
+            room = core.make_room(self._layer, streaming or self._streaming.on, precision=precision)
             if room is None and must and not core.tickets:
                 room = core.make_room(self._layer, streaming, True, precision) or self._give_up_last(streaming, precision)
             must = False

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vismoe.bench.benchmark import held_bytes
 from vismoe.bench.gpu_check.summary import WAITS
 from vismoe.bench.job import BITS_PER_WEIGHT, COLD, OURS, Job
 from vismoe.bench.limits import Groups
@@ -169,7 +168,7 @@ def job_of(entrant: CheckEntrant, subject: Subject, options: Mapping[str, Any]) 
     held = 0
     if entrant.way == "accelerate":  # in memory, what ours holds there with a quarter of the experts
         planned = Settings.of(**{**ENGINE_DEFAULTS, "memory": HELD_LIKE, "context": context})
-        held = held_bytes(subject, preview(subject.name, planned, device=options["device"]))
+        held = subject.held_bytes(preview(subject.name, planned, device=options["device"]))
     return Job(
         way=entrant.way,
         model=subject.name,

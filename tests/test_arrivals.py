@@ -1,12 +1,13 @@
 """Experts that native threads read while others are computed: the same bits in any order, and what becomes of failed reads."""
 
-import ctypes
 import errno
 import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from test_store import every_expert, past_cache, store_of
 import vismoe
 from vismoe.errors import TransferError
 from vismoe.kernels import read
-from vismoe.kernels.read import OnDisk, Stretch, side_by_side
+from vismoe.kernels.read import OnDisk, Stretch
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DiskMover
 from vismoe.pools.pool import SlabPool
@@ -51,19 +52,19 @@ class Written:
         ]
         self.on_disk = OnDisk(self.files.way, of_each, self.files)
 
-    def parts(self, experts: Experts, batch: Batch, coming: list[int]) -> tuple[torch.Tensor, "ctypes.Array[read.Arrival]"]:
+    def parts(self, experts: Experts, batch: Batch, coming: list[int]) -> tuple[torch.Tensor, list[read.Arrival]]:
         """As `Batch.parts`; of those that are coming nothing is there before."""
         empty = [torch.full_like(slab, 0xFF) if i in coming else slab for i, slab in enumerate(experts.slabs)]
         records = np.array([slab.data_ptr() for slab in empty], np.uint64)
         arrivals = [self.on_disk.arrival(i, int(records[i])) for i in coming]
         for arrival, i in zip(arrivals, coming):
             arrival.at = i
-        asked = side_by_side(arrivals)
+        read.begin_reading(arrivals)
         out = torch.full((len(batch.tokens), experts.kernel.hidden), torch.nan)
         call = records, batch.starts, batch.tokens, batch.factors, batch.hidden, out
-        spans, waited_s = experts.kernel.parts(*call, coming=asked)
+        spans, waited_s = experts.kernel.parts(*call, coming=arrivals)
         assert len(spans) <= len(coming) + 1 and waited_s >= 0
-        return out, asked
+        return out, arrivals
 
 
 @pytest.fixture(scope="module")
@@ -143,21 +144,73 @@ def test_a_store_says_how_its_experts_are_read(tmp_path, past):
     assert cast.reading(ExpertId(0, 0), 0) is None, "its weights are cast when they are read"
 
 
-@pytest.mark.parametrize("closing", [False, True])
-def test_copies_that_were_never_begun_are_left_to_those_who_copy(tmp_path, closing):
-    store = store_of(tiny_models.save("qwen3_moe", tmp_path))
+class SlowDisk:
+    """Reads wait until they may; `under_way`: how many do. `fails`: the first one, in the end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False):
+        self.may, self.under_way, self._preadv, self._fails = threading.Event(), 0, os.preadv, fails
+        system_reads.replace(monkeypatch, self._read)
+
+    def _read(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        self.under_way += 1
+        fails, self._fails = self._fails, False
+        self.may.wait(20)
+        if fails:
+            raise OSError(errno.EIO, "Input/output error")
+        got = self._preadv(descriptor, buffers, offset)
+        self.under_way -= 1
+        return got
+
+    def goes_on_in(self, seconds: float) -> None:
+        threading.Timer(seconds, self.may.set).start()
+
+
+def paged(folder: Path) -> Pager:
+    store = store_of(tiny_models.save("qwen3_moe", folder))
     pager = Pager(store.inventory, [SlabPool(layout, 6) for layout in store.inventory.layouts], DiskMover(store), threads=1)
     pager.begin_step(Phase.DECODE)
-    with pytest.raises(RuntimeError, match="before"), pager.demand(0, [1, 3], by_reading=True) as lease:
-        assert len(lease.demand.reading) == 2 and not pager.core.queue
-        pager.core.closed = closing
-        raise RuntimeError("before anything was computed")
+    return pager
+
+
+def until(reached: Callable[[], Any]) -> None:
     end_s = time.monotonic() + 20
-    while pager.core.tickets:
+    while not reached():
         assert time.monotonic() < end_s
         time.sleep(0.001)
+
+
+@pytest.mark.parametrize("left_by", [RuntimeError, KeyboardInterrupt])
+def test_a_demand_that_is_left_early_waits_for_what_native_threads_read(tmp_path, monkeypatch, left_by):
+    disk, pager = SlowDisk(monkeypatch), paged(tmp_path)
+    with pytest.raises(left_by), pager.demand(0, [1, 3], by_reading=True) as lease:
+        assert len(lease.demand.reading) == 2 and not pager.core.queue
+        until(lambda: disk.under_way)
+        disk.goes_on_in(0.05)
+        raise left_by
+    assert disk.may.is_set() and not disk.under_way, "slabs may get other experts now"
+    assert not pager.core.tickets and (pager.residency()[0, [1, 3]] != 0).all() == (left_by is RuntimeError)
     pager.check_integrity()
-    assert ((pager.residency()[0, [1, 3]] != 0) == (not closing)).all()
+    pager.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_guess_on_its_way_is_computed_with_what_its_layer_demands(tmp_path, monkeypatch, fails):
+    disk, pager = SlowDisk(monkeypatch, fails), paged(tmp_path)
+    scores = np.zeros((1, pager.inventory.layers[1].num_experts), np.float32)
+    scores[0, 2] = 1.5
+    pager.changes.make(pager.core.look_ahead, 0, scores)
+    until(lambda: disk.under_way)
+    with pager.demand(1, [2, 3], by_reading=True) as lease:
+        assert {ticket.expert.expert for ticket in lease.demand.reading} == {2, 3}
+        disk.goes_on_in(0.05)
+        lent = []
+        for group in lease.groups(in_order=False):
+            lent.append(group.experts)
+            read.wait_for_reading(group.coming)  # as the kernels do
+    assert lent == ([[2, 3], [2]] if fails else [[2, 3]]), "a guess that failed is read again"
+    decode = pager.metrics.snapshot().to_json()["per_phase"]["decode"]
+    assert decode["bytes_read"] == sum(pager.core.tables[0].pool.record_bytes) * 2 and decode["wasted_prefetch_bytes"] == 0
+    pager.check_integrity()
     pager.close()
 
 
@@ -195,8 +248,11 @@ def test_decode_reads_by_native_threads_and_a_failing_disk_fails_one_request_onl
     system_reads.replace(monkeypatch, seen)
     with vismoe.load(copied_model, memory="25%", device="cpu") as engine:
         expected = "".join(engine.chat(ask(), max_tokens=12))
-        assert readers == {"native", "own"}, "prompts are read by threads that copy"
-        failing.set()
+        assert readers == {"native"}
+        with pytest.raises(TransferError, match=r"expert \d+ of MoE layer \d+ could not be brought in: .*Input/output error"):
+            for _ in engine.chat(ask(), max_tokens=12):
+                failing.set()  # from the first token on
+        engine._runtime.pager.check_integrity()
         with pytest.raises(TransferError, match=r"expert \d+ of MoE layer \d+ could not be brought in: .*Input/output error"):
             list(engine.chat(ask(), max_tokens=12))
         engine._runtime.pager.check_integrity()

@@ -64,6 +64,9 @@ class FormatStore:
         self.most_s = 0.0  # that a read may take longer
         self.gate: threading.Event | None = None  # reads wait for it
 
+    def reading(self, expert: ExpertId, address: int) -> None:
+        return None
+
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
         self.reads += 1
         numbers = record.view(torch.int64)

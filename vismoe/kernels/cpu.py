@@ -39,7 +39,7 @@ from vismoe.errors import BudgetError, CheckpointError, ConfigError
 from vismoe.formats.encodings import NVFP4, NVFP4_DIVIDED, Encoding
 from vismoe.kernels.library import function, instruction_sets, library
 from vismoe.kernels.matrices import Matrix, Part, matrices, of_parts
-from vismoe.kernels.read import Arrival
+from vismoe.kernels.read import Arrival, places_of
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
 Isa = Literal["portable", "avx2", "avx512", "avx512bf16", "amx"]  # in the order of csrc/kernels.h, later ones preferred
@@ -213,7 +213,7 @@ class ExpertKernel:
         precisions: np.ndarray | None = None,
         adding: bool = False,
         long: bool = False,
-        coming: "ctypes.Array[Arrival] | None" = None,
+        coming: Sequence[Arrival] = (),
     ) -> tuple[list[tuple[float, float]], float]:
         """out float32 `[P, H]` = factor * expert(hidden[token]), for every pair.
 
@@ -222,8 +222,9 @@ class ExpertKernel:
         precisions: uint8 `[n]`, the index in `formats` of each record's format; None: all in the first.
         adding: the same is added to out float32 `[T, H]` instead: experts in order, and the pairs of each in order; `long`: by
         functions that are quicker where every expert has many tokens, and may round otherwise.
-        coming: records that native threads read first, while others are computed; they say how that ended, and their order in
-        time changes no bit. Then -> (when each part was computed, in seconds of `time.perf_counter`; seconds waited).
+        coming: records that native threads have begun to read; each is computed when it is there. They say how that ended, and
+        their order in time changes no bit. Then -> (when each part was computed, in seconds of `time.perf_counter`; seconds
+        waited).
         """
         setup()
         pairs = len(tokens)
@@ -253,12 +254,12 @@ class ExpertKernel:
             DTYPES.index(hidden.dtype),
             out.data_ptr(),
         )
-        if coming is None:
+        if not coming:
             refuse(_experts()(*call, adding + (adding and long)))  # Outcome in csrc/kernels.h
             return [], 0.0
         assert not adding, "experts are added in order, whenever they come"
         spans, calls, waited_s = (ctypes.c_double * (2 * len(coming) + 2))(), ctypes.c_int64(), ctypes.c_double()
-        refuse(_experts_arriving()(*call, coming, len(coming), spans, ctypes.byref(calls), ctypes.byref(waited_s)))
+        refuse(_experts_arriving()(*call, places_of(coming), len(coming), spans, ctypes.byref(calls), ctypes.byref(waited_s)))
         return [(spans[2 * i], spans[2 * i + 1]) for i in range(calls.value)], waited_s.value
 
 

@@ -75,7 +75,7 @@ class _OnDisk(ctypes.Structure):
 
 
 class Arrival(ctypes.Structure):
-    """A record that is read while others are computed; csrc/read.h. `at`: which of the call's records."""
+    """A record that native threads read; csrc/read.h. `at`: which of a call's records."""
 
     _fields_ = (
         ("of", ctypes.c_void_p),
@@ -84,11 +84,18 @@ class Arrival(ctypes.Structure):
         ("at", ctypes.c_int64),
         ("ended", ctypes.c_int64),
         ("failed", ctypes.c_int64),
-        ("reader", ctypes.c_int64),
+        ("lane", ctypes.c_int64),
+        ("begun", ctypes.c_int64),
+        ("left", ctypes.c_int64),
         ("done", ctypes.c_int64),
         ("began_s", ctypes.c_double),
         ("ended_s", ctypes.c_double),
     )
+
+    @property
+    def has_begun(self) -> bool:
+        """Native threads read it, or have."""
+        return self.left > 0 or self.begun > 0
 
 
 # (descriptor, address of iovecs, how many, offset) -> bytes, or an error's number below zero.
@@ -98,6 +105,8 @@ system_read: Any = None  # a SystemRead in place of the system's, to test what h
 _PLACE = ctypes.c_void_p
 _read = function("vismoe_read", [ctypes.POINTER(FileAccess), _PLACE, ctypes.c_int64, _PLACE, _PLACE, _PLACE], ctypes.c_int64)
 _memory_alignment = function("vismoe_memory_alignment", [ctypes.c_int64], ctypes.c_int64)
+_begin_reading = function("vismoe_begin_reading", [_PLACE, ctypes.c_size_t], ctypes.c_int32)
+_wait_for_reading = function("vismoe_wait_for_reading", [_PLACE, ctypes.c_size_t])
 _start_readers = function("vismoe_start_readers", [ctypes.c_size_t])
 
 
@@ -119,6 +128,17 @@ def read(way: FileAccess, stretches: Sequence[Stretch], bounce: np.ndarray | Non
 def memory_alignment(descriptor: int) -> int:
     """To what memory has to be aligned that this file is read into past the page cache; 0: the system does not say."""
     return _memory_alignment()(descriptor)
+
+
+def begin_reading(arrivals: Sequence[Arrival]) -> None:
+    """Native threads begin with these, and share the stretches of each. They must stay until they are done."""
+    if _begin_reading()(places_of(arrivals), len(arrivals)):
+        raise MemoryError("there is no memory for a list of what native threads are to read, or none for a thread")
+
+
+def wait_for_reading(arrivals: Sequence[Arrival]) -> None:
+    """Return when all of these, which have begun, are done."""
+    _wait_for_reading()(places_of(arrivals), len(arrivals))
 
 
 def start_readers(threads: int) -> None:
@@ -149,6 +169,6 @@ class OnDisk:
         return Arrival(self._at, expert, record)
 
 
-def side_by_side(arrivals: Sequence[Arrival]) -> "ctypes.Array[Arrival]":
-    """Copies of them for one call."""
-    return (Arrival * len(arrivals))(*arrivals)
+def places_of(arrivals: Sequence[Arrival]) -> "ctypes.Array[ctypes.c_void_p]":
+    """Their addresses, for a native call."""
+    return (ctypes.c_void_p * len(arrivals))(*map(ctypes.addressof, arrivals))

@@ -12,20 +12,19 @@ slab. Where slabs hold two formats, a resident copy that is more precise than de
 waits, borrows a better copy, or uses it (upgrading.py).
 """
 
-import ctypes
 import threading
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from vismoe.errors import ClosedError, TransferError
-from vismoe.kernels.read import Arrival, side_by_side
+from vismoe.kernels.read import begin_reading, wait_for_reading
 from vismoe.paging.host_compute import HostCompute
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Ways
 from vismoe.paging.page_table import RESIDENT, Room
 from vismoe.paging.residency import Residency
-from vismoe.paging.tickets import Ticket
+from vismoe.paging.tickets import Ticket, arrivals_of
 from vismoe.paging.upgrading import Upgrading
 from vismoe.types import HIGH, ExpertId
 
@@ -66,8 +65,7 @@ class Demand:
         self.host_compute = HostCompute(core, layer, ways, wanted_in) if ways is not None else None
         one_format = self._upgrading is None and ways is None
         self._by_reading = by_reading and one_format and keep is None and not core.streams
-        self.reading: list[Ticket] = []  # its copies that native threads make, once they are lent as `coming`
-        self._coming: ctypes.Array[Arrival] | None = None
+        self.reading: list[Ticket] = []  # copies that native threads make, its own and guesses, which are lent as `coming`
         self._stall_s = self._began_s = 0.0
         self._streaming = core.streaming[core.inventory.layers[layer].geometry]
         self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
@@ -101,8 +99,7 @@ class Demand:
         late = self._late() if core.tickets else []
         for expert in late:
             self.tickets[expert] = core.tickets[ExpertId(self._layer, expert)]
-        if self._counted != ():  # else no token asked: experts that are brought in at the start
-            core.count(self._layer, self.todo, self.absent + late, len(late), self._counted)
+        missing = self.absent + late
         if not (self.absent or self.tickets):
             self.all_slabs = slabs
         elif self.host_compute is not None:
@@ -110,9 +107,13 @@ class Demand:
         if self.absent:
             core.ledger.displaced(int(np.count_nonzero(table.displaced[np.add(self.absent, self._base)])))
             self._issue()
+        if missing and self._by_reading:
+            self._begin_reading()
+        self._by_reading = False  # what is asked for from now on would not be lent as `coming`
+        if self._counted != ():  # else no token asked: experts that are brought in at the start
+            core.count(self._layer, self.todo, missing, len(late), self._counted)
         if core.streams:
             core.stream_after(self._layer)
-        self._by_reading = False  # what is asked for from now on would not be lent as `coming`
 
     def next_group(self, in_order: bool) -> Group:
         """What can be computed now; empty: nothing, before a copy has arrived."""
@@ -124,19 +125,15 @@ class Demand:
         return group
 
     def with_coming(self) -> Group:
-        """What can be computed now, and the copies that native threads make meanwhile; once, before `next_group`."""
+        """What can be computed now, and the copies that native threads are making; once, before `next_group`."""
         here = self._lend(in_order=False)
         slab_of = {ticket.expert.expert: ticket.slab for ticket in self.reading}
         slab_of.update(zip(here.experts, here.slabs.tolist()))
         experts = sorted(slab_of)
         group = Group(experts, self._table.pool, np.array([slab_of[expert] for expert in experts], dtype=np.int32))
-        arrivals = []
-        for ticket in self.reading:
-            assert ticket.reading is not None
-            ticket.runner, arrival = threading.get_ident(), ticket.reading.arrival
+        group.coming = arrivals_of(self.reading)
+        for ticket, arrival in zip(self.reading, group.coming):
             arrival.at = experts.index(ticket.expert.expert)
-            arrivals.append(arrival)
-        group.coming = self._coming = side_by_side(arrivals)
         return group
 
     def read(self, group: Group) -> None:
@@ -149,13 +146,15 @@ class Demand:
         self.waited(waited_s)
 
     def _end_reading(self) -> set[int]:
-        """Native threads have read, or never begun -> the experts that are not there."""
+        """Native threads have read -> the experts that are not there."""
         reading, self.reading = self.reading, []
         if not reading:
             return set()
-        arrivals = self._coming if self._coming is not None else [ticket.reading.arrival for ticket in reading if ticket.reading]
-        for ticket, arrival in zip(reading, arrivals, strict=True):
-            self._core.read(ticket, arrival)
+        arrivals = arrivals_of(reading)
+        wait_for_reading(arrivals)  # the demand may be left early
+        for ticket, arrival in zip(reading, arrivals):
+            if not ticket.done and (ticket in self._asked or not arrival.ended):  # a guess that failed is its worker's
+                self._core.read(ticket)
         self._core.link.wake()
         return {ticket.expert.expert for ticket in reading if not ticket.done or ticket.error is not None}
 
@@ -305,6 +304,15 @@ class Demand:
         return group
 
     # -- copies
+    def _begin_reading(self) -> None:
+        """Native threads begin with its copies, while the rest of the layer's control follows. Guesses that they have begun with
+        are lent as `coming`, too."""
+        for ticket in self.reading:
+            ticket.runner = threading.get_ident()
+        begin_reading(arrivals_of(self.reading))
+        guesses = [ticket for ticket in self.tickets.values() if ticket not in self._asked and ticket.reading is not None]
+        self.reading += [ticket for ticket, arrival in zip(guesses, arrivals_of(guesses)) if arrival.has_begun]
+
     def _absent_again(self, expert: int) -> None:
         self.absent = sorted([*self.absent, expert])
 

@@ -1,7 +1,6 @@
 """What the pager hands out: experts that can be computed now, by their weights or by the addresses of their records."""
 
-import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -34,7 +33,7 @@ class Group:
         self, experts: list[int], pool: SlabPool | Slabs, slabs: np.ndarray, on_host: bool = False, precision: int | None = None
     ):
         self.experts, self._pool, self.slabs, self.on_host, self._precision = experts, pool, slabs, on_host, precision
-        self.coming: ctypes.Array[Arrival] | None = None  # what is read while the others are computed
+        self.coming: Sequence[Arrival] = ()  # what is read while the others are computed
         self.spans: list[tuple[float, float]] = []  # when such a group, or one on the host, was computed, in parts
         self.waited_s = 0.0  # for it, while nothing was there to compute
 

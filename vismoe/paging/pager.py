@@ -16,6 +16,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from vismoe.errors import BusyError
+from vismoe.kernels.read import wait_for_reading
 from vismoe.locks import RunningCall, under
 from vismoe.paging import at_once
 from vismoe.paging.changes import whole
@@ -23,7 +24,7 @@ from vismoe.paging.demand import Demand
 from vismoe.paging.lent import Computation, Group
 from vismoe.paging.page_table import PageTable
 from vismoe.paging.residency import Residency
-from vismoe.paging.tickets import Ticket
+from vismoe.paging.tickets import Ticket, arrivals_of
 from vismoe.paging.transfer import Mover, Transfer
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
@@ -337,6 +338,7 @@ class Pager:
     def repair(self) -> None:
         """After an interrupt: keep what is certain. In whichever thread makes the next change."""
         self.transfer.wait_for_queued()  # into slabs that are free from now on, perhaps
+        wait_for_reading([arrival for arrival in arrivals_of(self.core.tickets.values()) if arrival.has_begun])
         serving = self._serving  # its call still runs, perhaps, and native threads read for it
         over = serving is not None and (serving.thread == threading.get_ident() or serving.ended)
         interrupted = serving.thread if serving is not None and over else None
@@ -432,7 +434,7 @@ class Lease:
         if pager.timeline is not None:
             for began_s, ended_s in group.spans:
                 pager.timeline.span(COMPUTE, name, began_s, ended_s, experts=group.experts)
-            nothing_there = group.coming is not None and len(group.coming) == len(group)
+            nothing_there = len(group.coming) == len(group)
             waits = itertools.pairwise([(asked_s, asked_s), *group.spans] if nothing_there else group.spans)
             for (_, began_s), (ended_s, _) in waits:
                 pager.timeline.span("stall", name, began_s, ended_s)

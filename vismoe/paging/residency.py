@@ -29,7 +29,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from vismoe.errors import ClosedError
-from vismoe.kernels.read import Arrival
 from vismoe.metrics import Metrics
 from vismoe.paging.miss import CpuPace, Upgrades, Ways
 from vismoe.paging.page_table import LOADING, NO_EXPERT, RESIDENT, RING_MOST, PageTable, Room
@@ -407,7 +406,7 @@ class Residency:
         if self.streams:
             return self._next_ahead()
         full = sum(ticket.speculative for ticket in self.tickets.values()) >= self.unasked_at_once
-        demanded = any(ticket.reading is not None for ticket in self.tickets.values())  # and read by native threads
+        demanded = any(ticket.without_worker for ticket in self.tickets.values())
         if self.promises and (self.promises.stage is not Stage.VERIFYING or not (full or demanded)):
             promised = self._next_promise()
             if promised is not None:
@@ -582,7 +581,7 @@ class Residency:
         return self._settled(self.table_of[layer].make_room(layer, self.window, streaming, must, precision))
 
     def start_load(self, expert: ExpertId, room: Room, borrowed: bool = False, by_reading: bool = False) -> Ticket:
-        """Queue a demanded copy; `by_reading`: where native threads can make it, it waits for the demand to let them."""
+        """Queue a demanded copy; `by_reading`: where native threads can make it, they begin when the demand lets them."""
         table = self.table_of[expert.layer]
         table.begin_load(table.flat(expert), room.slab, ring=room.ring, demanded=True, borrowed=borrowed)
         ticket = self._ticket(expert, room.slab)
@@ -593,16 +592,13 @@ class Residency:
             return self.submit(ticket)
         return ticket
 
-    def read(self, ticket: Ticket, arrival: Arrival) -> None:
-        """What native threads were to read is there, or failed, as the arrival says; if they did not begin, it is queued."""
-        reading, ticket.reading = ticket.reading, None
-        assert reading is not None
+    def read(self, ticket: Ticket) -> None:
+        """Native threads have read, or failed, as the arrival says."""
+        assert ticket.reading is not None
+        reading, arrival = ticket.reading, ticket.reading.arrival
+        ticket.began_s, ticket.ended_s, ticket.lane = arrival.began_s, arrival.ended_s, f"vismoe-reader-{arrival.lane}"
         try:
-            if not arrival.done:
-                self.submit(ticket)
-                return
-            ticket.began_s, ticket.ended_s, ticket.lane = arrival.began_s, arrival.ended_s, f"vismoe-reader-{arrival.reader}"
-            ticket.error = reading.error(arrival)
+            ticket.error = reading.error()
         except Exception as error:  # as where workers copy: the demand that needs the expert raises it
             ticket.error = error
         if ticket.error is None:

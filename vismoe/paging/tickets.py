@@ -1,8 +1,10 @@
 """A copy in flight."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from vismoe.kernels.read import Arrival
 from vismoe.store.expert_store import NativeRead
 from vismoe.types import ExpertId
 
@@ -31,5 +33,15 @@ class Ticket:
     queued: bool = False  # on the device, which lets what reads the slab wait; `began_s` and `ended_s` are estimates
     error: BaseException | None = None
     lane: str = ""  # of a timeline; empty: the thread that says that it has ended
-    reading: NativeRead | None = None  # how the thread that waits for it lets native threads read it; None: a worker copies it
+    reading: NativeRead | None = None  # how native threads read it, if they do
     moved: Moved = field(default_factory=Moved)
+
+    @property
+    def without_worker(self) -> bool:
+        """Native threads read it for the demand itself."""
+        return self.reading is not None and not self.began_s
+
+
+def arrivals_of(tickets: Iterable[Ticket]) -> list[Arrival]:
+    """How native threads read them. Each is one that they read."""
+    return [ticket.reading.arrival for ticket in tickets if ticket.reading is not None]

@@ -26,6 +26,7 @@ import torch
 
 from vismoe.errors import ClosedError, TransferError
 from vismoe.formats.lossless import content_bytes
+from vismoe.kernels.read import begin_reading, wait_for_reading
 from vismoe.locks import under
 from vismoe.paging.changes import Changes, whole
 from vismoe.paging.residency import Link, Queued, Residency
@@ -112,7 +113,15 @@ class DiskMover(Mover):
         return self._placing(ticket, pool).reading(ticket.expert, int(pool.addresses[ticket.slab]))
 
     def move(self, ticket: Ticket, pool: Slabs) -> Moved:
-        return Moved(disk_bytes=self._placing(ticket, pool).read(ticket.expert, pool.record(ticket.slab)))
+        store = self._placing(ticket, pool)
+        ticket.reading = reading = store.reading(ticket.expert, int(pool.addresses[ticket.slab]))
+        if reading is None:
+            return Moved(disk_bytes=store.read(ticket.expert, pool.record(ticket.slab)))
+        begin_reading([reading.arrival])
+        wait_for_reading([reading.arrival])
+        if (error := reading.error()) is not None:
+            raise error
+        return Moved(disk_bytes=reading.nbytes)
 
     def _placing(self, ticket: Ticket, pool: Slabs) -> ExpertStore:
         """The store of the expert, whose slab has a place for its record then."""

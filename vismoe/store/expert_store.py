@@ -65,18 +65,19 @@ class NativeRead:
     on_disk: OnDisk
     files: OpenFiles
     stretches: Sequence[Stretch]
-    arrival: Arrival  # to be copied into a call's
+    arrival: Arrival
 
     @property
     def nbytes(self) -> int:
         return sum(stretch.nbytes for stretch in self.stretches)
 
-    def error(self, arrival: Arrival) -> CheckpointError | None:
-        """What ended it early, as the arrival says; None: it is there."""
-        if not arrival.ended:
+    def error(self) -> CheckpointError | None:
+        """What ended it early; None: it is there."""
+        if not self.arrival.ended:
             return None
-        failed = self.stretches[arrival.failed]
-        return naming_expert(self.expert, self.files.error_of(arrival.ended, failed.file, failed.offset_bytes, failed.nbytes))
+        failed = self.stretches[self.arrival.failed]
+        error = self.files.error_of(self.arrival.ended, failed.file, failed.offset_bytes, failed.nbytes)
+        return naming_expert(self.expert, error)
 
 
 class StoreOnDisk:

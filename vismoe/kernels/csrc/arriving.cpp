@@ -9,38 +9,15 @@
 
 using namespace vismoe;
 
-namespace {
-
-// Reads that have begun end before their memory may be used for anything else.
-class Arriving {
- public:
-  Arriving(Arrival* arrivals, std::size_t count) : arrivals_(arrivals), seen_(count, 0) {
-    for (std::size_t a = 0; a < count; a++) arrivals[a].done = 0;
-    the_readers().begin(arrivals, count);
-  }
-  ~Arriving() {
-    while (wait()) {
-    }
-  }
-
-  bool wait() { return the_readers().wait(arrivals_, seen_.size(), seen_.data()); }
-  bool has(std::size_t a) const { return seen_[a] != 0; }
-
- private:
-  const Arrival* arrivals_;
-  std::vector<std::uint8_t> seen_;
-};
-
-}  // namespace
-
-// What vismoe_experts computes, out [P, H], of records of which those that `arrivals` [count] name are read first, by threads: the
+// What vismoe_experts computes, out [P, H], of records of which threads have begun to read those that `arrivals` [count] name: the
 // others are computed at once, then in each call what has arrived. Results are the same in any order. spans [2 * (count + 1)]: when
 // each call began and ended. calls: how many. waited_s: seconds in which nothing was there to compute. Returns as
 // vismoe_experts; what could not be read is not computed.
 VISMOE_API std::int32_t vismoe_experts_arriving(const Expert* experts, std::size_t formats, std::size_t n,
                                                 const std::uint64_t* addresses, const std::uint8_t* precisions,
                                                 const std::int32_t* starts, const std::int32_t* tokens, const float* factors,
-                                                const void* hidden, std::int32_t dtype, float* out, Arrival* arrivals,
+                                                const void* hidden, std::int32_t dtype, float* out,
+                                                Arrival* const* arrivals,
                                                 std::size_t count, double* spans, std::int64_t* calls, double* waited_s) try {
   thread_local std::vector<std::uint64_t> lying;
   thread_local std::vector<std::uint8_t> kinds;
@@ -50,12 +27,12 @@ VISMOE_API std::int32_t vismoe_experts_arriving(const Expert* experts, std::size
   const std::size_t columns = experts->hidden();
   std::vector<std::size_t> now;           // records to compute in the next call
   std::vector<std::uint8_t> comes(n, 0);  // and was not computed yet
-  for (std::size_t a = 0; a < count; a++) comes[static_cast<std::size_t>(arrivals[a].at)] = 1;
+  for (std::size_t a = 0; a < count; a++) comes[static_cast<std::size_t>(arrivals[a]->at)] = 1;
   for (std::size_t i = 0; i < n; i++)
     if (!comes[i]) now.push_back(i);
 
   *calls = 0, *waited_s = 0;
-  Arriving arriving(arrivals, count);
+  std::vector<std::uint8_t> seen(count, 0);
   for (;;) {
     if (!now.empty()) {
       lying.clear(), kinds.clear(), begins.assign(1, 0), owners.clear(), weights.clear();
@@ -84,13 +61,13 @@ VISMOE_API std::int32_t vismoe_experts_arriving(const Expert* experts, std::size
       now.clear();
     }
     const double waits_s = now_s();
-    if (!arriving.wait()) return 0;
+    if (!the_readers().wait(arrivals, count, seen.data())) return 0;
     *waited_s += now_s() - waits_s;
     for (std::size_t a = 0; a < count; a++) {
-      const auto at = static_cast<std::size_t>(arrivals[a].at);
-      if (!arriving.has(a) || !comes[at]) continue;
+      const auto at = static_cast<std::size_t>(arrivals[a]->at);
+      if (!seen[a] || !comes[at]) continue;
       comes[at] = 0;
-      if (arrivals[a].ended == kReadDone) now.push_back(at);
+      if (arrivals[a]->ended == kReadDone) now.push_back(at);
     }
   }
 } catch (const std::exception&) {

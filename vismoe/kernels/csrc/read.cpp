@@ -142,6 +142,31 @@ std::int64_t compared(const File& file) {
   return same ? kReadDone : kChanged;
 }
 
+// Fills all pieces of a stretch.
+std::int64_t read_one(const FileAccess& way, const Stretch& stretch, const iovec* pieces, std::uint8_t* bounce) {
+  const Reading reading{way, bounce};
+  const File& file = way.files[stretch.file];
+  std::int64_t wanted = 0;
+  for (std::int64_t p = 0; p < stretch.pieces; p++) wanted += static_cast<std::int64_t>(pieces[p].iov_len);
+  std::int64_t ended = kReadDone;
+  if (way.bounce_bytes == 0)
+    ended = reading.straight(file, stretch.offset, wanted, {pieces, pieces + stretch.pieces});
+  else if (!reading.by_blocks(file, stretch.offset, wanted, pieces, stretch.pieces, &ended))
+    ended = reading.bounced(file, stretch.offset, wanted, pieces);
+  return ended;
+}
+
+// Compares the states of their files, after they were read.
+std::int64_t compare_all(const FileAccess& way, const Stretch* stretches, std::int64_t count, std::int64_t* failed) {
+  for (std::int64_t& s = *failed = 0; s < count; s++) {
+    const std::int64_t file = stretches[s].file;
+    if (s > 0 && file == stretches[s - 1].file) continue;
+    if (const std::int64_t found = compared(way.files[file])) return found;
+  }
+  return kReadDone;
+}
+
+
 // Of one thread; huge pages where the system has them.
 class Bounce {
  public:
@@ -171,30 +196,6 @@ Readers* readers = nullptr;
 
 }  // namespace
 
-std::int64_t read_all(const FileAccess& way, const Stretch* stretches, std::int64_t count, const iovec* pieces, std::uint8_t* bounce,
-                      std::int64_t* failed) {
-  const Reading reading{way, bounce};
-  for (std::int64_t& s = *failed = 0; s < count; s++) {
-    const Stretch& stretch = stretches[s];
-    const File& file = way.files[stretch.file];
-    std::int64_t wanted = 0;
-    for (std::int64_t p = 0; p < stretch.pieces; p++) wanted += static_cast<std::int64_t>(pieces[p].iov_len);
-    std::int64_t ended = kReadDone;
-    if (way.bounce_bytes == 0)
-      ended = reading.straight(file, stretch.offset, wanted, {pieces, pieces + stretch.pieces});
-    else if (!reading.by_blocks(file, stretch.offset, wanted, pieces, stretch.pieces, &ended))
-      ended = reading.bounced(file, stretch.offset, wanted, pieces);
-    if (ended != kReadDone) return ended;
-    pieces += stretch.pieces;
-  }
-  for (std::int64_t& s = *failed = 0; s < count; s++) {
-    const std::int64_t file = stretches[s].file;
-    if (s > 0 && file == stretches[s - 1].file) continue;
-    if (const std::int64_t found = compared(way.files[file])) return found;
-  }
-  return kReadDone;
-}
-
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 void Readers::at_least(std::size_t threads) {
@@ -202,61 +203,87 @@ void Readers::at_least(std::size_t threads) {
   wanted_ = std::max(wanted_, threads);
 }
 
-void Readers::begin(Arrival* arrivals, std::size_t count) {
+void Readers::begin(Arrival* const* arrivals, std::size_t count) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (; started_ < wanted_; started_++) {
     try {
-      std::thread(&Readers::serve, this, static_cast<std::int64_t>(started_)).detach();
+      std::thread(&Readers::serve, this).detach();
     } catch (...) {
       if (started_ == 0) throw;
       break;  // fewer read
     }
   }
+  lanes_.resize(std::max(lanes_.size(), started_ + 1));  // each thread has a record, and the first in line may wait half read
   std::deque<Arrival*> more;
-  for (std::size_t i = 0; i < count; i++) more.push_back(arrivals + i);
+  for (std::size_t i = 0; i < count; i++) {
+    Arrival& arrival = *arrivals[i];
+    const OnDisk& of = *arrival.of;
+    arrival.begun = arrival.done = 0, arrival.ended = kReadDone;
+    arrival.left = of.first_stretch[arrival.expert + 1] - of.first_stretch[arrival.expert];
+    more.push_back(&arrival);
+  }
   waiting_.insert(waiting_.end(), more.begin(), more.end());  // all or, where memory is short, none
   wake_.notify_all();
 }
 
-bool Readers::wait(const Arrival* arrivals, std::size_t count, std::uint8_t* seen) {
+bool Readers::wait(const Arrival* const* arrivals, std::size_t count, std::uint8_t* seen) {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     bool found = false, left = false;
     for (std::size_t i = 0; i < count; i++) {
       if (seen[i]) continue;
-      (arrivals[i].done ? found : left) = true;
-      seen[i] = arrivals[i].done != 0;
+      (arrivals[i]->done ? found : left) = true;
+      seen[i] = arrivals[i]->done != 0;
     }
     if (found || !left) return found;
     arrived_.wait(lock);
   }
 }
 
-void Readers::serve(std::int64_t number) {
+std::int64_t Readers::free_lane() {
+  const auto found = std::find(lanes_.begin(), lanes_.end(), false);
+  *found = true;
+  return found - lanes_.begin();
+}
+
+void Readers::serve() {
   Bounce bounce;
   std::vector<iovec> pieces;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     wake_.wait(lock, [this] { return !waiting_.empty(); });
     Arrival& arrival = *waiting_.front();
-    waiting_.pop_front();
-    lock.unlock();
-    const double began_s = now_s();
     const OnDisk& of = *arrival.of;
-    const std::int64_t stretch = of.first_stretch[arrival.expert], count = of.first_stretch[arrival.expert + 1] - stretch;
-    std::int64_t ended, failed = 0;
-    try {
-      pieces.clear();
-      for (std::int64_t p = of.first_piece[arrival.expert]; p < of.first_piece[arrival.expert + 1]; p++)
-        pieces.push_back({arrival.record + of.pieces[p].begin, static_cast<std::size_t>(of.pieces[p].bytes)});
-      std::uint8_t* memory = of.way.bounce_bytes > 0 ? bounce.of(of.way.bounce_bytes) : nullptr;
-      ended = read_all(of.way, of.stretches + stretch, count, pieces.data(), memory, &failed);
-    } catch (const std::bad_alloc&) {
-      ended = ENOMEM;
-    }
+    const std::int64_t first = of.first_stretch[arrival.expert], count = of.first_stretch[arrival.expert + 1] - first;
+    const std::int64_t taken = arrival.begun++;
+    if (arrival.begun == count) waiting_.pop_front();
+    if (taken == 0) arrival.lane = free_lane(), arrival.began_s = now_s();
+    const bool wanted = arrival.ended == kReadDone;  // else another stretch has failed
+    lock.unlock();
+    std::int64_t ended = kReadDone;
+    if (wanted) try {
+        const Piece* piece = of.pieces + of.first_piece[arrival.expert];
+        for (std::int64_t s = first; s < first + taken; s++) piece += of.stretches[s].pieces;
+        pieces.clear();
+        for (std::int64_t p = 0; p < of.stretches[first + taken].pieces; p++)
+          pieces.push_back({arrival.record + piece[p].begin, static_cast<std::size_t>(piece[p].bytes)});
+        std::uint8_t* memory = of.way.bounce_bytes > 0 ? bounce.of(of.way.bounce_bytes) : nullptr;
+        ended = read_one(of.way, of.stretches[first + taken], pieces.data(), memory);
+      } catch (const std::bad_alloc&) {
+        ended = ENOMEM;
+      }
     lock.lock();
-    arrival.began_s = began_s, arrival.ended_s = now_s();
-    arrival.ended = ended, arrival.failed = failed, arrival.reader = number;
+    if (ended != kReadDone && arrival.ended == kReadDone) arrival.ended = ended, arrival.failed = taken;
+    if (--arrival.left > 0) continue;
+    if (arrival.ended == kReadDone) {
+      lock.unlock();
+      std::int64_t failed = 0;
+      ended = compare_all(of.way, of.stretches + first, count, &failed);
+      lock.lock();
+      arrival.ended = ended, arrival.failed = failed;
+    }
+    arrival.ended_s = now_s();
+    lanes_[static_cast<std::size_t>(arrival.lane)] = false;
     arrival.done = 1;
     arrived_.notify_all();
   }
@@ -285,7 +312,11 @@ using namespace vismoe;
 // Fills all pieces of `count` stretches; returns what ended it (read.h), and which of them failed.
 VISMOE_API std::int64_t vismoe_read(const FileAccess* way, const Stretch* stretches, std::int64_t count, const iovec* pieces,
                                     std::uint8_t* bounce, std::int64_t* failed) {
-  return read_all(*way, stretches, count, pieces, bounce, failed);
+  for (std::int64_t& s = *failed = 0; s < count; s++) {
+    if (const std::int64_t ended = read_one(*way, stretches[s], pieces, bounce)) return ended;
+    pieces += stretches[s].pieces;
+  }
+  return compare_all(*way, stretches, count, failed);
 }
 
 // To what memory has to be aligned that this file is read into past the page cache; 0: the system does not say.
@@ -297,6 +328,22 @@ VISMOE_API std::int64_t vismoe_memory_alignment(std::int64_t descriptor) {
     return found[38];
 #endif
   return 0;
+}
+
+// Threads begin to read; the arrivals must stay until they are done.
+VISMOE_API std::int32_t vismoe_begin_reading(Arrival* const* arrivals, std::size_t count) try {
+  the_readers().begin(arrivals, count);
+  return 0;
+} catch (const std::exception&) {
+  return 1;
+}
+
+// Returns when all that have begun are done.
+VISMOE_API void vismoe_wait_for_reading(const Arrival* const* arrivals, std::size_t count) {
+  for (std::size_t i = 0; i < count; i++) {
+    std::uint8_t seen = 0;
+    the_readers().wait(arrivals + i, 1, &seen);
+  }
 }
 
 // So many threads at least read what arrives from now on.

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
+#include <vector>
 
 // The structures of vismoe/kernels/read.py.
 struct File {
@@ -36,40 +37,39 @@ struct OnDisk {  // experts of a store
   const Piece* pieces;
   const std::int64_t *first_stretch, *first_piece;  // [experts + 1]
 };
-// A record that is read while others are computed.
+// A record that is read while others are computed. Its stretches are shared by the threads that read.
 struct Arrival {
   const OnDisk* of;
   std::int64_t expert;
   std::uint8_t* record;
-  std::int64_t at;              // which of the call's records it is
-  std::int64_t ended, failed;   // what ended it (kReadDone, ..), and after a failure the stretch, counted from its first
-  std::int64_t reader;          // the thread that read it
-  std::int64_t done;            // 1 afterwards
-  double began_s, ended_s;      // of the steady clock
+  std::int64_t at;             // which of the call's records it is
+  std::int64_t ended, failed;  // what ended it (kReadDone, ..), and after a failure the stretch, counted from its first
+  std::int64_t lane;           // of those that are read at the same time, for a timeline
+  std::int64_t begun, left;    // stretches that a thread has taken, and that are not read yet
+  std::int64_t done;           // 1 afterwards
+  double began_s, ended_s;     // of the steady clock
 };
 
 namespace vismoe {
 
 constexpr std::int64_t kReadDone = 0, kEndedEarly = -1, kChanged = -2;  // above: an error's number
 
-// Fills all pieces of `count` stretches and compares the files' states afterwards. bounce: `bounce_bytes` on a block.
-std::int64_t read_all(const FileAccess& way, const Stretch* stretches, std::int64_t count, const iovec* pieces, std::uint8_t* bounce,
-                      std::int64_t* failed);
-
 // Threads that read, for all layers and models. They sleep between reads.
 class Readers {
  public:
-  void begin(Arrival* arrivals, std::size_t count);
+  void begin(Arrival* const* arrivals, std::size_t count);
   // Returns when one is done that `seen` [count] does not have, and sets those; false where all had been seen.
-  bool wait(const Arrival* arrivals, std::size_t count, std::uint8_t* seen);
+  bool wait(const Arrival* const* arrivals, std::size_t count, std::uint8_t* seen);
   void at_least(std::size_t threads);
 
  private:
-  void serve(std::int64_t number);
+  void serve();
+  std::int64_t free_lane();
 
   std::mutex mutex_;
   std::condition_variable wake_, arrived_;
-  std::deque<Arrival*> waiting_;
+  std::deque<Arrival*> waiting_;   // of which a stretch at least is left to take
+  std::vector<bool> lanes_;        // whether a record that is being read has it
   std::size_t wanted_ = 1, started_ = 0;
   friend void readers_begin_anew();
 };

@@ -195,7 +195,7 @@ class FastWork:
         count = len(self._tokens) if pairs is None else len(pairs)
         out = torch.empty(count, self._hidden.shape[1], dtype=torch.float32)
         for rows, call, precisions in self._calls(records, pairs):
-            coming = None if group is None else group.coming
+            coming = () if group is None else group.coming
             timed = self._kernel.parts(*call, self._hidden, out[rows], precisions, coming=coming)
             if group is not None:
                 group.spans, group.waited_s = timed

@@ -17,8 +17,8 @@ VISMOE_API std::int32_t vismoe_experts_arriving(const Expert* experts, std::size
                                                 const std::uint64_t* addresses, const std::uint8_t* precisions,
                                                 const std::int32_t* starts, const std::int32_t* tokens, const float* factors,
                                                 const void* hidden, std::int32_t dtype, float* out,
-                                                Arrival* const* arrivals,
-                                                std::size_t count, double* spans, std::int64_t* calls, double* waited_s) try {
+                                                Arrival* const* arrivals, std::size_t count, double* spans, std::int64_t* calls,
+                                                double* waited_s) try {
   thread_local std::vector<std::uint64_t> lying;
   thread_local std::vector<std::uint8_t> kinds;
   thread_local std::vector<std::int32_t> begins, owners;

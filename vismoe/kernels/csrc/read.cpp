@@ -166,7 +166,6 @@ std::int64_t compare_all(const FileAccess& way, const Stretch* stretches, std::i
   return kReadDone;
 }
 
-
 // Of one thread; huge pages where the system has them.
 class Bounce {
  public:
@@ -214,15 +213,12 @@ void Readers::begin(Arrival* const* arrivals, std::size_t count) {
     }
   }
   lanes_.resize(std::max(lanes_.size(), started_ + 1));  // each thread has a record, and the first in line may wait half read
-  std::deque<Arrival*> more;
-  for (std::size_t i = 0; i < count; i++) {
-    Arrival& arrival = *arrivals[i];
-    const OnDisk& of = *arrival.of;
-    arrival.begun = arrival.done = 0, arrival.ended = kReadDone;
-    arrival.left = of.first_stretch[arrival.expert + 1] - of.first_stretch[arrival.expert];
-    more.push_back(&arrival);
-  }
+  const std::deque<Arrival*> more(arrivals, arrivals + count);
   waiting_.insert(waiting_.end(), more.begin(), more.end());  // all or, where memory is short, none
+  for (Arrival* arrival : more) {
+    const std::int64_t* first = arrival->of->first_stretch + arrival->expert;
+    arrival->begun = arrival->done = 0, arrival->ended = kReadDone, arrival->left = first[1] - first[0];
+  }
   wake_.notify_all();
 }
 
@@ -261,17 +257,17 @@ void Readers::serve() {
     const bool wanted = arrival.ended == kReadDone;  // else another stretch has failed
     lock.unlock();
     std::int64_t ended = kReadDone;
-    if (wanted) try {
-        const Piece* piece = of.pieces + of.first_piece[arrival.expert];
-        for (std::int64_t s = first; s < first + taken; s++) piece += of.stretches[s].pieces;
-        pieces.clear();
-        for (std::int64_t p = 0; p < of.stretches[first + taken].pieces; p++)
-          pieces.push_back({arrival.record + piece[p].begin, static_cast<std::size_t>(piece[p].bytes)});
-        std::uint8_t* memory = of.way.bounce_bytes > 0 ? bounce.of(of.way.bounce_bytes) : nullptr;
-        ended = read_one(of.way, of.stretches[first + taken], pieces.data(), memory);
-      } catch (const std::bad_alloc&) {
-        ended = ENOMEM;
-      }
+    try {
+      const Piece* piece = of.pieces + of.first_piece[arrival.expert];
+      for (std::int64_t s = first; s < first + taken; s++) piece += of.stretches[s].pieces;
+      pieces.clear();
+      for (std::int64_t p = 0; p < of.stretches[first + taken].pieces; p++)
+        pieces.push_back({arrival.record + piece[p].begin, static_cast<std::size_t>(piece[p].bytes)});
+      std::uint8_t* memory = of.way.bounce_bytes > 0 ? bounce.of(of.way.bounce_bytes) : nullptr;
+      if (wanted) ended = read_one(of.way, of.stretches[first + taken], pieces.data(), memory);
+    } catch (const std::bad_alloc&) {
+      ended = ENOMEM;
+    }
     lock.lock();
     if (ended != kReadDone && arrival.ended == kReadDone) arrival.ended = ended, arrival.failed = taken;
     if (--arrival.left > 0) continue;

@@ -68,8 +68,8 @@ class Readers {
 
   std::mutex mutex_;
   std::condition_variable wake_, arrived_;
-  std::deque<Arrival*> waiting_;   // of which a stretch at least is left to take
-  std::vector<bool> lanes_;        // whether a record that is being read has it
+  std::deque<Arrival*> waiting_;  // of which a stretch at least is left to take
+  std::vector<bool> lanes_;  // whether a record that is being read has it
   std::size_t wanted_ = 1, started_ = 0;
   friend void readers_begin_anew();
 };

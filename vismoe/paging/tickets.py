@@ -43,5 +43,5 @@ class Ticket:
 
 
 def arrivals_of(tickets: Iterable[Ticket]) -> list[Arrival]:
-    """How native threads read them. Each is one that they read."""
+    """Of those that native threads read."""
     return [ticket.reading.arrival for ticket in tickets if ticket.reading is not None]

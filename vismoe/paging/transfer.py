@@ -1,6 +1,7 @@
 """Copies in flight: threads, tickets, and the only place where they, CUDA streams and events are touched.
 
-On a CPU native threads make the copies of a decode pass's demands, inside the call that computes (demand.py).
+On a CPU native threads read the files. What a demand of a decode pass lacks they read for the call that computes (demand.py),
+anything else for a worker, which waits for them.
 A worker asks the residency core for the next copy: demands first, in the order they were issued; while none is queued the
 prefetch that is worth most at that moment, so a guess never waits in a queue and never ages.
 A thread that waits for a demand runs queued demands itself instead of sleeping.

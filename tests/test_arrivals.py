@@ -1,12 +1,15 @@
 """Experts that native threads read while others are computed: the same bits in any order, and what becomes of failed reads."""
 
 import errno
+import itertools
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from vismoe.errors import TransferError
 from vismoe.kernels import read
 from vismoe.kernels.read import OnDisk, Stretch
 from vismoe.paging.pager import Pager
+from vismoe.paging.tickets import Ticket, arrivals_of
 from vismoe.paging.transfer import DiskMover
 from vismoe.pools.pool import SlabPool
 from vismoe.store.files import OpenFiles
@@ -145,16 +149,17 @@ def test_a_store_says_how_its_experts_are_read(tmp_path, past):
 
 
 class SlowDisk:
-    """Reads wait until they may; `under_way`: how many do. `fails`: the first one, in the end."""
+    """Reads wait until they may, but not for longer; `under_way`: how many do. `fails`: the first one, in the end."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False, longest_s: float = 20):
+        self._longest_s = longest_s
         self.may, self.under_way, self._preadv, self._fails = threading.Event(), 0, os.preadv, fails
         system_reads.replace(monkeypatch, self._read)
 
     def _read(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
         self.under_way += 1
         fails, self._fails = self._fails, False
-        self.may.wait(20)
+        self.may.wait(self._longest_s)
         if fails:
             raise OSError(errno.EIO, "Input/output error")
         got = self._preadv(descriptor, buffers, offset)
@@ -190,6 +195,38 @@ def test_a_demand_that_is_left_early_waits_for_what_native_threads_read(tmp_path
     assert disk.may.is_set() and not disk.under_way, "slabs may get other experts now"
     assert not pager.core.tickets and (pager.residency()[0, [1, 3]] != 0).all() == (left_by is RuntimeError)
     pager.check_integrity()
+    pager.close()
+
+
+def test_ctrl_c_at_any_line_of_a_copy_leaves_nothing_being_read(tmp_path, monkeypatch):
+    SlowDisk(monkeypatch, longest_s=0.02)
+    pager = paged(tmp_path)
+    pool, mover, left = pager.core.tables[0].pool, DiskMover(store_of(tmp_path)), 0
+
+    def at_line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if "/vismoe/" not in frame.f_code.co_filename:
+            return None
+        left -= event == "line"
+        if left < 0:
+            raise KeyboardInterrupt
+        return at_line
+
+    slab, before = pool.take(), sys.gettrace()
+    assert slab is not None
+    mover.move(Ticket(ExpertId(0, 1), 0, slab), pool)  # where experts lie is worked out once
+    for lines in itertools.count():
+        left = lines
+        sys.settrace(at_line)
+        try:
+            mover.move(ticket := Ticket(ExpertId(0, 1), 0, slab), pool)
+            break
+        except KeyboardInterrupt:
+            arrivals = arrivals_of([ticket])
+            assert all(arrival.done or not arrival.has_begun for arrival in arrivals), f"after {lines} lines"
+        finally:
+            sys.settrace(before)
+    assert lines > 10
     pager.close()
 
 

@@ -106,6 +106,7 @@ _PLACE = ctypes.c_void_p
 _read = function("vismoe_read", [ctypes.POINTER(FileAccess), _PLACE, ctypes.c_int64, _PLACE, _PLACE, _PLACE], ctypes.c_int64)
 _memory_alignment = function("vismoe_memory_alignment", [ctypes.c_int64], ctypes.c_int64)
 _begin_reading = function("vismoe_begin_reading", [_PLACE, ctypes.c_size_t], ctypes.c_int32)
+_read_at_once = function("vismoe_read_at_once", [ctypes.POINTER(Arrival)], ctypes.c_int32)
 _wait_for_reading = function("vismoe_wait_for_reading", [_PLACE, ctypes.c_size_t])
 _start_readers = function("vismoe_start_readers", [ctypes.c_size_t])
 
@@ -132,8 +133,12 @@ def memory_alignment(descriptor: int) -> int:
 
 def begin_reading(arrivals: Sequence[Arrival]) -> None:
     """Native threads begin with these, and share the stretches of each. They must stay until they are done."""
-    if _begin_reading()(places_of(arrivals), len(arrivals)):
-        raise MemoryError("there is no memory for a list of what native threads are to read, or none for a thread")
+    _refuse(_begin_reading()(places_of(arrivals), len(arrivals)))
+
+
+def read_at_once(arrival: Arrival) -> None:
+    """The same for one; returns when it is done. Ctrl-C cannot come while it is being read."""
+    _refuse(_read_at_once()(ctypes.byref(arrival)))
 
 
 def wait_for_reading(arrivals: Sequence[Arrival]) -> None:
@@ -167,6 +172,11 @@ class OnDisk:
     def arrival(self, expert: int, record: int) -> Arrival:
         """Of an expert, by its number here, in the record at this address. This table must stay until it is done."""
         return Arrival(self._at, expert, record)
+
+
+def _refuse(failed: int) -> None:
+    if failed:
+        raise MemoryError("there is no memory for a list of what native threads are to read, or none for a thread")
 
 
 def places_of(arrivals: Sequence[Arrival]) -> "ctypes.Array[ctypes.c_void_p]":

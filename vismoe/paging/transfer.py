@@ -27,7 +27,7 @@ import torch
 
 from vismoe.errors import ClosedError, TransferError
 from vismoe.formats.lossless import content_bytes
-from vismoe.kernels.read import begin_reading, wait_for_reading
+from vismoe.kernels.read import read_at_once
 from vismoe.locks import under
 from vismoe.paging.changes import Changes, whole
 from vismoe.paging.residency import Link, Queued, Residency
@@ -118,8 +118,7 @@ class DiskMover(Mover):
         ticket.reading = reading = store.reading(ticket.expert, int(pool.addresses[ticket.slab]))
         if reading is None:
             return Moved(disk_bytes=store.read(ticket.expert, pool.record(ticket.slab)))
-        begin_reading([reading.arrival])
-        wait_for_reading([reading.arrival])
+        read_at_once(reading.arrival)
         if (error := reading.error()) is not None:
             raise error
         return Moved(disk_bytes=reading.nbytes)

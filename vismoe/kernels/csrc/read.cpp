@@ -334,6 +334,16 @@ VISMOE_API std::int32_t vismoe_begin_reading(Arrival* const* arrivals, std::size
   return 1;
 }
 
+// The same for one, in a call that returns when it is done: nothing of its caller's can come in between.
+VISMOE_API std::int32_t vismoe_read_at_once(Arrival* arrival) try {
+  std::uint8_t seen = 0;
+  the_readers().begin(&arrival, 1);
+  the_readers().wait(&arrival, 1, &seen);
+  return 0;
+} catch (const std::exception&) {
+  return 1;
+}
+
 // Returns when all that have begun are done.
 VISMOE_API void vismoe_wait_for_reading(const Arrival* const* arrivals, std::size_t count) {
   for (std::size_t i = 0; i < count; i++) {

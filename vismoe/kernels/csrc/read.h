@@ -37,7 +37,7 @@ struct OnDisk {  // experts of a store
   const Piece* pieces;
   const std::int64_t *first_stretch, *first_piece;  // [experts + 1]
 };
-// A record that is read while others are computed. Its stretches are shared by the threads that read.
+// A record that threads read. Its stretches are shared by the threads that read.
 struct Arrival {
   const OnDisk* of;
   std::int64_t expert;

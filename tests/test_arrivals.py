@@ -272,7 +272,8 @@ def test_closing_a_store_closes_its_files_although_native_threads_have_read(tmp_
         os.fstat(descriptors[0])
 
 
-def test_decode_reads_by_native_threads_and_a_failing_disk_fails_one_request_only(copied_model, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("reads", ["cached", "direct"])
+def test_decode_reads_by_native_threads_and_a_failing_disk_fails_one_request_only(copied_model, reads, monkeypatch):  # noqa: F811
     readers, failing, preadv = set[str](), threading.Event(), os.preadv
 
     def seen(descriptor, buffers, offset):
@@ -283,7 +284,8 @@ def test_decode_reads_by_native_threads_and_a_failing_disk_fails_one_request_onl
         return preadv(descriptor, buffers, offset)
 
     system_reads.replace(monkeypatch, seen)
-    with vismoe.load(copied_model, memory="25%", device="cpu") as engine:
+    with vismoe.load(copied_model, memory="25%", device="cpu", reads=reads) as engine:
+        readers.clear()  # a filesystem is tried, and the backbone read, by Python's own threads
         expected = "".join(engine.chat(ask(), max_tokens=12))
         assert readers == {"native"}
         with pytest.raises(TransferError, match=r"expert \d+ of MoE layer \d+ could not be brought in: .*Input/output error"):

@@ -13,7 +13,8 @@ import torch
 
 ENTRIES, BACKBONE_ENTRIES = 128, 32
 BYTES_PER_ENTRY = 540 * 2**10  # per cache: with 64 to 256 entries, both caches together grew by 0.9 to 1.2 MiB per entry
-AMX_BYTES_PER_ENTRY = 690 * 2**10  # on one CPU, from 16 to 128 entries, 1.27 times the growth with AMX that there is without it
+AMX_BYTES_PER_ENTRY = 620 * 2**10  # on one CPU, where the process of a model with 128 entries grew by 430 to 560 KiB for each
+AMX_FIRST_BYTES = 4608 * 2**10  # the first products with AMX take more: a small program 9 MiB, whatever the number of entries
 VARIABLES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")  # torch's own cache, and that of oneDNN below it
 MKL_BYTES = 20 * 2**20  # other products go to MKL or to torch's own loops, which keep buffers but no kernels per shape
 
@@ -36,7 +37,9 @@ def kernel_cache_bytes(dtype: str, entries: int) -> int:
     """The most that the caches hold on this CPU for a model of this type (`bfloat16`, `float16`, `float32`)."""
     if not _computed_by_onednn(dtype):
         return MKL_BYTES
-    return entries * (AMX_BYTES_PER_ENTRY if torch.cpu._is_amx_tile_supported() else BYTES_PER_ENTRY)
+    if torch.cpu._is_amx_tile_supported():
+        return AMX_FIRST_BYTES + entries * AMX_BYTES_PER_ENTRY
+    return entries * BYTES_PER_ENTRY
 
 
 def _computed_by_onednn(dtype: str) -> bool:

@@ -30,7 +30,7 @@ from vismoe.models.load.stripping import own_memory, strip_experts
 from vismoe.models.moe.adapters import adapt
 from vismoe.models.moe.experts import IMPLEMENTATION
 from vismoe.pools.kernel_cache import bound_kernel_caches
-from vismoe.pools.malloc import return_large_blocks
+from vismoe.pools.malloc import return_large_blocks, share_one_heap
 from vismoe.store.read_ahead import forget
 from vismoe.store.safetensors_header import refuse_changed
 
@@ -91,6 +91,7 @@ class VisMoEQuantizer(HfQuantizer):
         settings = self.quantization_config.settings
         bound_kernel_caches(settings.kernels)
         return_large_blocks()
+        share_one_heap()
         if settings.draft == "mtp":
             add_mtp(model, settings.gguf)
         adapt(model)

@@ -26,6 +26,7 @@ from vismoe.models.family.mtp import decoder_layers
 from vismoe.models.load.draft_pool import filled_pools
 from vismoe.models.load.host_rates import upgrade_rates, ways_here
 from vismoe.models.load.opening import Configuration, Experts
+from vismoe.models.load.tower_heap import watch_tower
 from vismoe.models.moe.attention import attends_prompts, group_queries
 from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.decode_graph import WARM_PASSES, serve_decode_graphs
@@ -175,6 +176,7 @@ class Runtime:
         """Stop copies and the lookahead, and close the files; may be called twice."""
         self.stop()
         self.context.lookahead_inputs.close()
+        self.context.freed.end()  # of a pass that failed
         self.configuration.close()
 
 
@@ -217,6 +219,8 @@ def build(model: Any, configuration: Configuration, pools: Pools | None = None) 
     context = StepContext(device, inputs, pruner, fewer_experts(settings, inventory))
     runtime = Runtime(model, configuration, context, backends, pools)
     bind(model, context)
+    if device.type == "cpu":
+        watch_tower(model, context)
     if configuration.experts.kernels is not None and serve_token_passes(model):
         backends["layers"] += ", and none of transformers' code between them"
     if configuration.experts.gpu_kernels is not None:

@@ -125,7 +125,7 @@ def _merge(config: Any) -> int:
     return merge
 
 
-def _patch_pixels(config: Any) -> int:
+def patch_pixels(config: Any) -> int:
     """Pixels of one patch; some configurations give its height and its width."""
     size = getattr(config, "patch_size", 16)
     return math.prod(size) if isinstance(size, list | tuple) else size**2
@@ -133,20 +133,29 @@ def _patch_pixels(config: Any) -> int:
 
 def _patch_width(encoder: Any, config: Any) -> int:
     """Numbers of one flat patch: what the first projection of a whole number of frames takes."""
-    frame = CHANNELS * _patch_pixels(config)
+    frame = CHANNELS * patch_pixels(config)
     matrices = (weight for name, weight in encoder.named_parameters() if weight.ndim > 1 and is_vision(name.rpartition(".")[0]))
     widths = (math.prod(weight.shape[1:]) for weight in matrices)
     return next(width for width in widths if width % frame == 0)
 
 
-def _estimate(model: Any, config: Any, image_tokens: int) -> VisionMemory:
-    """From the tower's widths: twelve rows of its width and two of its widest layer per patch, in float32."""
-    tower = next((module for name, module in model.named_modules() if name.rpartition(".")[2] in TOWERS), model)
+def tower_of(model: nn.Module) -> nn.Module | None:
+    """The vision tower, by the names that families give it; None: there is none."""
+    return next((module for name, module in model.named_modules() if name.rpartition(".")[2] in TOWERS), None)
+
+
+def patch_numbers(tower: nn.Module, config: Any) -> int:
+    """How many numbers live at once for a patch, about: twelve rows of the tower's width and two of its widest layer."""
     widest = max((module.weight.shape[0] for module in tower.modules() if isinstance(module, nn.Linear)), default=0)
-    hidden = getattr(config, "hidden_size", widest)
+    hidden: int = getattr(config, "hidden_size", widest)
+    return 12 * hidden + 2 * widest
+
+
+def _estimate(model: Any, config: Any, image_tokens: int) -> VisionMemory:
+    """From the tower's widths, in float32."""
     patches = PATCHES_PER_TOKEN.get(model.config.model_type, 4)
-    token_bytes = patches * (12 * hidden + 2 * widest) * torch.float32.itemsize
-    pixels_bytes = patches * CHANNELS * _patch_pixels(config) * torch.float32.itemsize
+    token_bytes = patches * patch_numbers(tower_of(model) or model, config) * torch.float32.itemsize
+    pixels_bytes = patches * CHANNELS * patch_pixels(config) * torch.float32.itemsize
     features_bytes = model.config.get_text_config().hidden_size * torch.float32.itemsize
     points = ((0, 0), (image_tokens, image_tokens * (token_bytes + pixels_bytes)))
     return VisionMemory(Curve(points), pixels_bytes + features_bytes)

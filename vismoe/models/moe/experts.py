@@ -155,6 +155,8 @@ class PagedLayer:
         finally:
             skipped = self._skipped if choices else 0
             pager.layer_ended(step.phase, self.layer, began_s, hidden.shape[0], choices, skipped)
+            if step.phase is Phase.PREFILL:
+                context.prompt_left(self.layer)
         return _NoBackward.apply(hidden, factors, result) if graph else result
 
     def _drafted(

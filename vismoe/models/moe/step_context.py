@@ -36,6 +36,7 @@ from vismoe.paging.pager import Pager
 from vismoe.planning.needs import mask_bytes
 from vismoe.planning.plan import Plan
 from vismoe.planning.sizes import size_up
+from vismoe.pools.malloc import FreedBlocks
 from vismoe.pools.readback import Readback
 from vismoe.types import Evidence, Phase, TokenKind, stack_of
 
@@ -171,6 +172,7 @@ class StepContext:
         self.encodes_with_experts = False  # a vision tower has routed experts
         self.more_tokens = 0  # than the planned context, that all sequences of a pass may have: experts gave them their memory
         self.captured: list[Any] = []  # graphs of decode passes, to `drop` when other experts serve
+        self.freed = FreedBlocks()
         self._reading_prompt = False
         self._drafts: DraftPool | None = None  # of the passes that are drafts now
         self._kinds: np.ndarray | None = None
@@ -247,6 +249,13 @@ class StepContext:
         serving.pager.begin_step(phase, tokens=tokens)
         short = self._short if phase is Phase.DRAFT else None
         self.begin(Step(phase, 1, tokens, threading.get_ident(), short=short, beside=True))
+
+    def prompt_left(self, layer: int) -> None:
+        """The experts of this layer have been computed for a prompt."""
+        if layer + 1 == len(self.serving.pager.inventory.layers):
+            self.freed.end()
+        else:
+            self.freed.check()
 
     def promise(self, layer: int, experts: np.ndarray, weights: np.ndarray) -> None:
         """A draft pass has routed tokens to these experts, int64 and float32 `[T, K]`, at this layer: they will be demanded."""
@@ -326,6 +335,11 @@ class StepContext:
         if not (decoding and any(graphs.is_captured for graphs in self.captured)):  # else counted while the device computes
             serving.pager.metrics.settle(of_all_threads=True)
         serving.pager.begin_step(phase, new_sequence=past == 0, tokens=batch * new)
+        if decoding:
+            self.freed.end()  # of a prompt that failed
+        elif self.device.type == "cpu":
+            plan = serving.plan
+            self.freed.begin(plan.bytes_of("prefill") * batch * new // plan.context, plan.bytes_of("activations"))
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
         plain = decoding and not padded and not fewer and self.recorder is None
         resident, short = (self._resident_pass(phase), self._short) if plain else (None, None)

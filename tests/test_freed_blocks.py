@@ -107,11 +107,12 @@ def test_a_pass_keeps_until_the_process_has_grown_by_what_was_planned(heap):
     assert heap.asked == ["keep", "return", "return"]
 
 
-def test_a_pass_that_failed_is_ended_by_the_next_one(heap):
+@pytest.mark.parametrize("next_bytes", [10, malloc.LEAST_PASS_BYTES])
+def test_a_pass_that_failed_is_ended_by_the_next_one(heap, next_bytes):
     freed = FreedBlocks()
     freed.begin(malloc.LEAST_PASS_BYTES, 10**9)
-    freed.begin(10, 10**9)
-    assert heap.asked == ["keep", "return"]
+    freed.begin(next_bytes, 10**9)
+    assert heap.asked[:2] == ["keep", "return"]
 
 
 def test_a_system_that_does_not_say_what_a_process_holds_keeps_nothing(heap):
@@ -123,9 +124,14 @@ def test_a_system_that_does_not_say_what_a_process_holds_keeps_nothing(heap):
 
 
 @pytest.fixture
-def served(tmp_path, heap, monkeypatch):
+def family():
+    return "qwen3_vl_moe"
+
+
+@pytest.fixture
+def served(tmp_path, heap, monkeypatch, family):
     """A model with images, planned for 64 tokens, and the passes that it took for long, with how often each was checked."""
-    folder = tiny_models.save("qwen3_vl_moe", tmp_path / "model")
+    folder = tiny_models.save(family, tmp_path / "model")
     settings = VisMoEConfig(memory="100%", context=64)
     model = tiny_models.model_class(folder).from_pretrained(folder, dtype=torch.float32, quantization_config=settings).eval()
     plan, freed, passes = runtime_of(model).plan, runtime_of(model).context.freed, []
@@ -148,9 +154,17 @@ def test_prompts_are_long_by_their_tokens_and_end_behind_the_last_experts(served
     model, asked, passes = served
     layers = len(runtime_of(model).pager.inventory.layers)
     first = model(torch.ones(1, 9, dtype=torch.long), use_cache=True)
-    assert asked == ["keep", "return"] and passes == ["check"] * (layers - 1) + ["end"]
+    assert asked == ["keep", "return"] and passes == ["end", *["check"] * (layers - 1), "end"]
     for tokens, cache in ((1, cache_in(first)), (7, None)):
         model(torch.ones(1, tokens, dtype=torch.long), use_cache=True, **{CACHE: cache})
+    assert asked == ["keep", "return"]
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_vl_moe", "dots3_note"])
+@torch.inference_mode()
+def test_prompts_end_where_the_last_experts_are_those_of_pictures(served):
+    model, asked, _ = served
+    model(torch.full((1, 9), 7), use_cache=True)
     assert asked == ["keep", "return"]
 
 

@@ -147,6 +147,12 @@ def stack_of(path: str) -> str:
     return re.split(r"\.?\w+\.\d+\.", path, maxsplit=1)[0]
 
 
+def decoder_layer_of(path: str) -> str:
+    """The path of the layer that holds the experts at `path`: `model.layers.3` for `model.layers.3.mlp.experts`."""
+    found = re.match(r".*?\w+\.\d+(?=\.)", path)
+    return found.group() if found is not None else path
+
+
 @dataclass(frozen=True)
 class MoELayer:
     """One experts module of the model."""

@@ -40,9 +40,9 @@ class FreedBlocks:
 
     def begin(self, pass_bytes: int, room_bytes: int) -> None:
         """A pass begins that takes about `pass_bytes`; by up to `room_bytes`, which are planned for it, the process may grow."""
+        self.end()  # of a pass that failed
         held_bytes = _held_bytes()
         if held_bytes is None or pass_bytes < LEAST_PASS_BYTES:
-            self.end()  # of a pass that failed
             return
         self._returns = True
         self._most_bytes = held_bytes + room_bytes
@@ -55,7 +55,7 @@ class FreedBlocks:
             return_freed_blocks(self)
 
     def end(self) -> None:
-        """The pass has ended: return what is free."""
+        """The pass has ended: return what is free. May be called twice."""
         if self._returns:
             self._returns, self._most_bytes = False, 0
             return_freed_blocks(self)
@@ -69,7 +69,8 @@ def return_large_blocks() -> None:
 
 
 def share_one_heap() -> None:
-    """Threads that start from now on share the first heap: others consist of pieces of 64 MiB, which large blocks fill badly."""
+    """Make no more heaps for threads that start from now on, unless there are many already: all but the first consist of pieces
+    of 64 MiB, which large blocks fill badly."""
     libc = _glibc()
     if libc is not None:
         libc.mallopt(M_ARENA_MAX, 1)
@@ -89,16 +90,16 @@ def keep_freed_blocks(keeper: object) -> None:
 
 
 def return_freed_blocks(keeper: object) -> None:
-    """What the heap has kept goes back to the system, unless another keeper is left."""
+    """What is free goes back to the system now, and what will be freed as well, unless another keeper is left."""
     libc = _glibc()
     if libc is None:
         return
     with _lock:
         _keepers.discard(keeper)
+        libc.malloc_trim(0)
         if _keepers:
             return
         _return_large(libc)
-        libc.malloc_trim(0)
         # The end of another heap than the first one is returned when a block above 64 KiB is freed there.
         libc.mallopt(M_TRIM_THRESHOLD, 0)
         libc.free(libc.malloc(LARGE_BLOCK_BYTES // 2))

@@ -18,13 +18,22 @@ def watch_tower(model: Any, context: StepContext) -> None:
     patch_bytes = patch_numbers(tower, config) * model.dtype.itemsize
 
     def begin(tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or context.now_serving is None:
+            return
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_floating_point()]
         patches = max((value.numel() for value in given), default=0) // patch
-        if context.now_serving is not None:
-            freed.begin(patches * patch_bytes, context.now_serving.plan.bytes_of("activations"))
+        freed.begin(patches * patch_bytes, context.now_serving.plan.bytes_of("activations"))
+
+    def check(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            freed.check()
+
+    def end(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            freed.end()
 
     tower.register_forward_pre_hook(begin, with_kwargs=True)
-    tower.register_forward_hook(lambda *_: freed.end())
+    tower.register_forward_hook(end, always_call=True)
     for blocks in tower.modules():
         for block in blocks if isinstance(blocks, nn.ModuleList) else ():
-            block.register_forward_hook(lambda *_: freed.check())
+            block.register_forward_hook(check)

@@ -22,6 +22,7 @@ from vismoe.metrics import Metrics
 from vismoe.models.family.caches import cache_in
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
+from vismoe.models.family.mtp import of_mtp
 from vismoe.models.family.token_kinds import token_kinds
 from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.draft_pool import DraftPool
@@ -38,7 +39,7 @@ from vismoe.planning.plan import Plan
 from vismoe.planning.sizes import size_up
 from vismoe.pools.malloc import FreedBlocks
 from vismoe.pools.readback import Readback
-from vismoe.types import Evidence, Phase, TokenKind, stack_of
+from vismoe.types import Evidence, Phase, TokenKind, decoder_layer_of, stack_of
 
 SHORT_STEP_TOKENS = 8  # new tokens on top of a KV cache that still count as decode: drafts being verified, not a prompt
 
@@ -173,6 +174,7 @@ class StepContext:
         self.more_tokens = 0  # than the planned context, that all sequences of a pass may have: experts gave them their memory
         self.captured: list[Any] = []  # graphs of decode passes, to `drop` when other experts serve
         self.freed = FreedBlocks()
+        self._last_layers = set[int]()  # MoE layers inside the last decoder layer that has any
         self._reading_prompt = False
         self._drafts: DraftPool | None = None  # of the passes that are drafts now
         self._kinds: np.ndarray | None = None
@@ -214,6 +216,7 @@ class StepContext:
 
         memory: the lookahead's, of the request that follows, None where it begins; retention: of importance.
         """
+        self.freed.end()  # of a prompt that was cancelled
         before, self.lookahead_inputs.memory = self.lookahead_inputs.memory, memory
         if self.now_serving is not None and self.now_serving.chooser is not None:
             self.now_serving.chooser.precision.retention = retention
@@ -252,7 +255,7 @@ class StepContext:
 
     def prompt_left(self, layer: int) -> None:
         """The experts of this layer have been computed for a prompt."""
-        if layer + 1 == len(self.serving.pager.inventory.layers):
+        if layer in self._last_layers:
             self.freed.end()
         else:
             self.freed.check()
@@ -281,7 +284,10 @@ class StepContext:
         """Note the forward passes of a model."""
         if self.pruner is not None:
             self.prune_by(self.pruner)
-        stacks = dict.fromkeys(stack_of(path) for path, _ in expert_modules(model))
+        paths = [path for path, _ in expert_modules(model)]
+        stacks = dict.fromkeys(map(stack_of, paths))
+        last = next((decoder_layer_of(path) for path in reversed(paths) if not is_vision(path) and not of_mtp(path)), None)
+        self._last_layers = {layer for layer, path in enumerate(paths) if decoder_layer_of(path) == last}
         self.encodes_with_experts = any(map(is_vision, stacks))
         model.register_forward_pre_hook(self._note_token_kinds, with_kwargs=True)
         for path in stacks:

@@ -410,8 +410,15 @@ def test_an_error_while_computing_below_lets_go_of_host_memory():
     pager.close()
 
 
-def test_closing_while_host_memory_is_held_ends_who_waits_for_room_there():
+def test_closing_while_host_memory_is_held_ends_who_waits_for_room_there(monkeypatch):
     """By the thread that computes, while a worker waits for the room that this very thread holds."""
+    lent_there, move = threading.Event(), CopyMover.move
+
+    def held_back(mover, ticket, pool):  # else the worker may take the room of 1 or 2 before they are lent
+        assert lent_there.wait(20)
+        return move(mover, ticket, pool)
+
+    monkeypatch.setattr(CopyMover, "move", held_back)
     pager = copying(NumberStore([8], [0]), [4], host_records=2, policy="cpu", threads=1)
     for expert in (1, 2):
         with pager.host.lease(ExpertId(0, expert)):
@@ -420,6 +427,7 @@ def test_closing_while_host_memory_is_held_ends_who_waits_for_room_there():
     with deadline(20, "closing hangs"), pytest.raises(ClosedError), pager.demand(0, [1, 2, 3]) as demand:
         for group in demand.groups(in_order=False):
             assert [lent.expert for lent in group] == [1, 2]
+            lent_there.set()
             time.sleep(0.05)  # the worker has come to where it needs room for 3
             assert not any(ticket.done for ticket in pager.core.tickets.values())
             pager.close()

@@ -1,5 +1,6 @@
 """The CPU kernels on matrices as published checkpoints encode them, against float64 of the values that the encodings define."""
 
+import ctypes
 from functools import partial
 
 import numpy as np
@@ -16,11 +17,13 @@ from vismoe.errors import ConfigError
 from vismoe.formats.encodings import ENCODINGS, Ggml
 from vismoe.kernels import cpu, relay
 from vismoe.kernels.gpu.experts import GpuKernel
+from vismoe.kernels.library import function
 from vismoe.kernels.restore import restore
 from vismoe.types import Format
 
 ONCE = [name for name in ENCODINGS if name not in ("awq", "gptq")]  # these lie as w4 does
 MINIMA = ("w4", "awq", "gptq", "q4_1", "q5_1", "q4_k", "q5_k", "q2_k")  # values are differences
+IN_BYTES = ("q4_k", "q5_k", "w4", "awq", "gptq", "mxfp4", "iq4_xs")  # AMX multiplies these as bytes
 each_encoding = pytest.mark.parametrize("encoding", ONCE)
 
 
@@ -82,6 +85,58 @@ def test_the_error_is_at_most_that_of_torch_in_bfloat16(isa, encoding):
     eager *= torch.from_numpy(batch.factors)[:, None]
     for parts in (batch.parts(experts), batch.in_a_prompt(experts), batch.in_a_prompt(experts, long=True)):
         assert rms(parts - oracle) <= 1.05 * rms(eager - oracle)
+
+
+@pytest.mark.parametrize("encoding", IN_BYTES)
+@settings(max_examples=examples(6), deadline=None)
+@given(
+    spans=st.integers(2, 9),
+    rows=st.sampled_from([1, 15, 16, 17, 47, 64, 200, 530]),
+    tokens=st.sampled_from([1, 2, 16, 17, 40]),
+    largest=st.sampled_from([1, 300, 1e20, 1e-20]),
+    seed=st.integers(0, 2**31),
+)
+def test_rows_of_whole_spans_have_one_result_in_any_company(encoding, spans, rows, tokens, largest, seed):
+    """Spans of 256 inputs, which AMX multiplies as bytes: other rows, other tokens and the number of threads change no bit."""
+    seeded(seed)
+    kind, inputs = ENCODINGS[encoding], 256 * spans
+    parts, x = random_parts(kind, rows, inputs), torch.randn(tokens, inputs)
+    x[:, :: inputs // 8 + 1] *= largest  # others of their 128 are small beside it, or it is small beside them
+    x = x.bfloat16()
+    values, few = kind.values(parts, inputs).double(), {name: part[: -(-rows // 3)] for name, part in parts.items()}
+    oracle, size = x.double() @ values.T, x.double().norm(dim=1)[:, None] * values.square().mean(dim=1).sqrt()
+    for isa in cpu.available():
+        cpu.start(2, isa)
+        together = cpu.encoded_linear(x, kind, parts, inputs)
+        assert ((together - oracle).abs() <= 2**-8 * oracle.abs() + 1e-3 * size).all(), isa  # rounded once, to 8 bits
+        assert torch.equal(cpu.encoded_linear(x, kind, few, inputs), together[:, : -(-rows // 3)]), isa
+        for token in (0, tokens // 2, tokens - 1):
+            assert torch.equal(cpu.encoded_linear(x[token : token + 1], kind, parts, inputs)[0], together[token]), isa
+        cpu.start(1, isa)
+        assert torch.equal(cpu.encoded_linear(x, kind, parts, inputs), together), isa
+    cpu.start()
+
+
+def test_matrices_of_one_call_share_what_inputs_became(isa):
+    """A thread keeps the digits of inputs for the next matrix: where that has the same digits, and sums or none."""
+    seeded(5)
+
+    class Product(ctypes.Structure):
+        _fields_ = [("matrix", ctypes.c_void_p), ("weight", ctypes.c_void_p), ("out", ctypes.c_void_p)]
+
+    kinds, inputs = ("mxfp4", "q5_k", "iq4_xs", "q4_k", "q6_k", "mxfp4", "w4", "awq", "q4_k"), 768
+    parts = [random_parts(ENCODINGS[kind], 96, inputs) for kind in kinds]
+    outs = torch.empty(len(kinds), 3, 96, dtype=torch.bfloat16)
+    matrices = [cpu.matrix_of(kind, each, inputs) for kind, each in zip(kinds, parts)]
+    products = [Product(ctypes.addressof(m), base, out.data_ptr()) for (m, base), out in zip(matrices, outs)]
+    number, size, place = ctypes.c_int32, ctypes.c_size_t, ctypes.c_void_p
+    linears = function("vismoe_linears", [place, size, place, number, size], number)
+    for _ in range(2):  # other inputs come to the same place
+        x = torch.randn(3, inputs).bfloat16()
+        call = (Product * len(kinds))(*products), len(kinds), x.data_ptr(), cpu.DTYPES.index(x.dtype), 3
+        assert linears()(*call) == 0
+        for kind, each, out in zip(kinds, parts, outs):
+            assert torch.equal(out, cpu.encoded_linear(x, ENCODINGS[kind], each, inputs)), kind
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

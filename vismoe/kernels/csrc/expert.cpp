@@ -31,6 +31,7 @@ namespace {
 constexpr std::size_t kTaskBytes = 256 * 1024;   // most weights of one task and matrix: some microseconds
 constexpr std::size_t kLeastBytes = 32 * 1024;   // least weights of one task and matrix
 constexpr std::size_t kTasksOfThread = 32;       // the aim, so that threads finish together
+constexpr std::size_t kLongTasksOfThread = 16;   // where a set wants more rows in a task
 constexpr std::size_t kAloneBytes = 128 * 1024;  // one thread reads less than this before another has woken up
 constexpr std::size_t kPackBytes = 256 * 1024;   // inputs of one packing task
 constexpr std::size_t kBlockBytes = 2 * lossless::kBlockWeights;  // decoded before and behind the rows that are wanted, at most
@@ -75,6 +76,7 @@ struct State {
   std::mutex mutex;  // one call at a time
   std::size_t threads = 1;
   Isa isa = kPortable;
+  std::uint64_t calls = 0;  // so far
   std::unique_ptr<Pool> pool;
   std::uint8_t* workspace = nullptr;  // grows and is kept, like all members below
   std::size_t workspace_bytes = 0;
@@ -172,7 +174,7 @@ const Kernels& kernels_for(Isa isa, Dtype x, const Matrix& m) {
 class Job {
  public:
   Job(State& s, std::size_t bytes)
-      : tasks_(s.tasks), bytes_(bytes), share_bytes_(std::max(bytes / (kTasksOfThread * s.threads), kLeastBytes)) {
+      : call_(++s.calls), threads_(s.threads), tasks_(s.tasks), bytes_(bytes), share_bytes_(std::max(bytes / (kTasksOfThread * s.threads), kLeastBytes)) {
     tasks_.clear();
   }
   virtual ~Job() = default;
@@ -214,15 +216,20 @@ class Job {
   }
 
   // Adds tasks for `outputs` outputs, each task of one matrix or of several; returns the number of tasks.
-  std::size_t cut(Stage stage, std::size_t outputs, std::size_t bytes_of_one, std::size_t expert = 0, std::size_t matrices = 1) {
-    const std::size_t fitting = task_bytes(matrices) / std::max<std::size_t>(bytes_of_one, 1) / 16 * 16;
-    const std::size_t step = std::clamp(fitting, least_rows_, kChunkRows);
+  std::size_t cut(Stage stage, std::size_t outputs, std::size_t bytes_of_one, std::size_t expert = 0, std::size_t matrices = 1,
+                  std::size_t most = kChunkRows) {
+    const std::size_t bytes = most > kChunkRows ? bytes_ / (kLongTasksOfThread * threads_) : task_bytes(matrices);
+    const std::size_t fitting = bytes / std::max<std::size_t>(bytes_of_one, 1) / 16 * 16;
+    const std::size_t even = most > kChunkRows ? std::min(outputs / (2 * threads_) / 16 * 16, kChunkRows) : 0;
+    const std::size_t step = std::clamp(std::max(fitting, even), least_rows_, most);
     for (std::size_t begin = 0; begin < outputs; begin += step) add(stage, begin, std::min(begin + step, outputs), expert);
     return (outputs + step - 1) / step;
   }
 
   std::size_t task_bytes(std::size_t matrices = 1) const { return std::min(share_bytes_, matrices * kTaskBytes); }
 
+  const std::uint64_t call_;  // its number
+  const std::size_t threads_;
   std::vector<Task>& tasks_;
   std::size_t least_rows_ = 16;  // of a task
 
@@ -344,11 +351,15 @@ class PackedJob : public Job {
     }
     packing_left_.fetch_sub(1, std::memory_order_release);
   }
+  // Outputs of one task with so many rows each.
+  std::size_t most_rows(const Matrix& m, std::size_t rows_of_one = 1) const {
+    return kernels_.most_rows == nullptr ? kChunkRows : std::max(kernels_.most_rows(m) / rows_of_one, kChunkRows);
+  }
   void wait_for_inputs() {
     wait_for([this] { return packing_left_.load(std::memory_order_acquire) == 0; });
   }
   std::uint8_t* memory(std::size_t thread) const { return scratch_ + thread * workspace_.scratch_bytes; }
-  Scratch scratch(std::size_t thread) const { return Scratch::at(memory(thread), workspace_.most_inputs); }
+  Scratch scratch(std::size_t thread) const { return Scratch::at(memory(thread), workspace_.most_inputs, call_); }
   std::uint8_t* unpacked(std::size_t thread) const {
     return scratch_ + (thread + 1) * workspace_.scratch_bytes - workspace_.unpacked_bytes + kBlockBytes;
   }
@@ -409,15 +420,17 @@ class ExpertsJob : public PackedJob {
     if (!prompt) cut_packing(0, index(records.starts[records.count]));
     for (std::size_t e = records.used(0); e < records.count; e = records.used(e + 1)) {
       const Expert& expert = records.expert(e);
-      up_left_[e] = cut(kUp, expert.intermediate(), expert.up.read_bytes() * (expert.gate == kNoGate ? 1 : 2), e) +
-                    (kernels.settle != nullptr);
+      const std::size_t factor = expert.gate == kNoGate ? 1 : 2;
+      const std::size_t most = prompt ? kChunkRows : most_rows(expert.up, expert.gate == kInterleaved ? 2 : 1);
+      up_left_[e] = cut(kUp, expert.intermediate(), expert.up.read_bytes() * factor, e, 1, most) + (kernels.settle != nullptr);
     }
     if (adding_) {
       const std::size_t down_bytes = records.sum([](const Expert& x) { return x.down.read_bytes(); });
       cut(kDown, records.formats.hidden(), down_bytes, records.used(0), records.sum([](const Expert&) { return 1; }));
     }
     for (std::size_t e = records.used(0); e < records.count && !adding_; e = records.used(e + 1)) {
-      cut(kDown, records.formats.hidden(), records.expert(e).down.read_bytes(), e);
+      const Matrix& down = records.expert(e).down;
+      cut(kDown, records.formats.hidden(), down.read_bytes(), e, 1, most_rows(down));
     }
   }
 
@@ -542,7 +555,8 @@ class LinearsJob : public PackedJob {
         rows_(rows) {
     cut_packing(0, rows);
     for (std::size_t p = 0; p < count; p++) {
-      cut(kProduct, index(products[p].matrix->rows), products[p].matrix->read_bytes(), p);
+      const Matrix& m = *products[p].matrix;
+      cut(kProduct, index(m.rows), m.read_bytes(), p, 1, most_rows(m));
     }
   }
 
@@ -751,7 +765,7 @@ class PromptAttentionJob : public Job {
 // Whether the machine has AMX with BF16, and the kernel lets this process use it: tiles are state that a process asks for.
 bool may_use_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
-  const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1u) != 0 && (d >> 24 & 1u) != 0;
+  const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1u) != 0 && (d >> 24 & 3u) == 3;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return has && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }

@@ -17,6 +17,7 @@
 //                                  scales that are integers, of which a Sum holds the bits: add_times(Part, Part, scale), whole(Operand, scale),
 //                                  of_word(a float16), in every lane and times kOfWord
 //   restore<Encoding>(unit, scales, minima, to)   if it restores weights for prompts: to(j, Operand j of the weights of a unit)
+//   multiply_of(Encoding)          if it multiplies by other functions than these
 //
 // Every output is one chain of dot products over the inputs in order, whichever rows or tokens share the loop: a result depends
 // on the weights and its own x only, not on the number of tokens or threads.
@@ -724,11 +725,8 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
   }
 }
 
-template <class S>
-using Multiply = decltype(&multiply_as<S, kRawBf16, false>);
-
 template <class S, std::size_t E, bool kPrompt>
-constexpr Multiply<S> multiply_for() {
+constexpr Multiply multiply_for() {
   if constexpr (E == kRawFp16 && sizeof(typename S::X) == 2) return nullptr;  // kernels_for chooses another set
   else if constexpr (offers_words<S> && has_codes(E)) return multiply_as<typename S::Words, static_cast<Encoding>(E), false>;
   else return multiply_as<S, static_cast<Encoding>(E), kPrompt && is_scaled(static_cast<Encoding>(E))>;
@@ -738,16 +736,26 @@ template <class S, bool kPrompt, class Numbers>
 struct MultiplyTable;
 template <class S, bool kPrompt, std::size_t... E>
 struct MultiplyTable<S, kPrompt, std::index_sequence<E...>> {
-  static constexpr Multiply<S> of[] = {multiply_for<S, E, kPrompt>()...};
+  static constexpr Multiply of[] = {multiply_for<S, E, kPrompt>()...};
 };
+
+// Whether a set has functions of its own for this, S::multiply_of(Encoding).
+template <class S, class = void>
+constexpr bool has_own_products = false;
+template <class S>
+constexpr bool has_own_products<S, std::void_t<decltype(S::multiply_of(kRawBf16))>> = true;
 
 // The same for a matrix in any encoding. `kPrompt`: of tokens of a prompt, with restored weights where sums would be scaled.
 template <class S, bool kPrompt>
 inline void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x, std::size_t n,
                      const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
-  using Table = MultiplyTable<S, kPrompt, std::make_index_sequence<kEncodings>>;
   const std::size_t x_bytes = row_bytes<S>(static_cast<std::size_t>(m.inputs));
-  Table::of[m.encoding](m, record, begin, end, x, x_bytes, n, scratch, next, y, y_stride);
+  if constexpr (has_own_products<S>) {
+    S::multiply_of(static_cast<Encoding>(m.encoding))(m, record, begin, end, x, x_bytes, n, scratch, next, y, y_stride);
+  } else {
+    using Table = MultiplyTable<S, kPrompt, std::make_index_sequence<kEncodings>>;
+    Table::of[m.encoding](m, record, begin, end, x, x_bytes, n, scratch, next, y, y_stride);
+  }
 }
 
 // The packed row of number `row`.
@@ -757,11 +765,16 @@ inline const void* row_of(const void* rows, std::size_t row, std::size_t inputs)
 }
 
 // ------------------------------------------------------------------ words
+// The scale of a unit whose largest input has this exponent, of which it takes at least the first one; and the words in 1.
+constexpr std::uint32_t kLeastOfWords = 17;  // of exponents, which have 127 added
+inline float scale_of_words(std::uint32_t exponent) { return float_of(exponent == 255 ? 0x7fc00000u : exponent << 23); }
+inline float words_in_one(std::uint32_t exponent) { return float_of((268u - exponent) << 23); }
+
 // Adds the words to a packed row of float32. The largest of a unit has 15 bits, so inputs in bfloat16 are exact down to 2^-7 of
 // it, and others are off by 2^-15 of it at most. A unit far below an earlier one has a larger scale than it needs, so that sums
 // which are turned to it stay finite. A number that is not finite becomes a scale that is NaN.
 inline void add_words(float* row, std::size_t inputs) {
-  constexpr std::uint32_t kReach = 40, kLeast = 17;  // of exponents, which have 127 added
+  constexpr std::uint32_t kReach = 40, kLeast = kLeastOfWords;
   const std::size_t units = padded(inputs) / kUnit;
   std::int16_t* words = reinterpret_cast<std::int16_t*>(row + stride_of(inputs));
   float *turns = reinterpret_cast<float*>(words + padded(inputs)), *scales = turns + units + 1;
@@ -777,7 +790,7 @@ inline void add_words(float* row, std::size_t inputs) {
     most = exponent > most ? exponent : most;
     if (exponent + kReach < most) exponent = most - kReach;
     if (exponent < kLeast) exponent = kLeast;
-    const float times = float_of((268u - exponent) << 23);
+    const float times = words_in_one(exponent);
     for (std::size_t i = 0; i < kUnit / 2; i++) {
       const auto word = [&](float value) {  // 1.5 * 2^23 leaves the nearest integer in the low bits; -32768 would let sums overflow
         const float scaled = value * times, least = scaled > -32767.0f ? scaled : -32767.0f;
@@ -787,7 +800,7 @@ inline void add_words(float* row, std::size_t inputs) {
       to[0] = word(x[2 * i]);
       to[kWordSpan / 2] = word(x[2 * i + 1]);
     }
-    scales[u] = float_of(exponent == 255 ? 0x7fc00000u : exponent << 23);
+    scales[u] = scale_of_words(exponent);
     turns[u] = scales[u > 0 ? u - 1 : 0] / scales[u];
   }
   turns[units] = scales[units - 1];
@@ -828,8 +841,9 @@ void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::siz
   using X = typename S::X;
   const std::size_t outputs = e.intermediate(), h_bytes = row_bytes<S>(outputs), count = end - begin;
   const std::size_t factor = e.gate == kInterleaved ? 2 : 1, width = e.gate == kNoGate ? count : 2 * count;
-  for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
-    const std::size_t n = least(kPassTokens, tokens.count - first);
+  const std::size_t pass = Scratch::pass_tokens(width);
+  for (std::size_t first = 0; first < tokens.count; first += pass) {
+    const std::size_t n = least(pass, tokens.count - first);
     const void* x = row_of<S>(tokens.x, first, e.hidden());
     if (e.gate == kConcatenated) {
       const Place ups = place_of(e.up, record, outputs + begin, count);
@@ -852,9 +866,9 @@ void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::siz
 template <class S, bool kPrompt = false>
 void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
           bool add, const Scratch& scratch, const Place& next) {
-  const std::size_t count = end - begin, columns = e.hidden();
-  for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
-    const std::size_t n = least(kPassTokens, tokens.count - first);
+  const std::size_t count = end - begin, columns = e.hidden(), pass = Scratch::pass_tokens(count);
+  for (std::size_t first = 0; first < tokens.count; first += pass) {
+    const std::size_t n = least(pass, tokens.count - first);
     const void* x = row_of<S>(tokens.x, first, e.intermediate());
     multiply<S, kPrompt>(e.down, record, begin, end, x, n, scratch, next, scratch.sums, count);
     for (std::size_t t = 0; t < n; t++) {
@@ -874,9 +888,9 @@ void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::s
 template <class S>
 void linear(const Matrix& m, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens& tokens, void* out,
             Dtype dtype, const Scratch& scratch, const Place& next) {
-  const std::size_t count = end - begin, columns = static_cast<std::size_t>(m.rows);
-  for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
-    const std::size_t n = least(kPassTokens, tokens.count - first);
+  const std::size_t count = end - begin, columns = static_cast<std::size_t>(m.rows), pass = Scratch::pass_tokens(count);
+  for (std::size_t first = 0; first < tokens.count; first += pass) {
+    const std::size_t n = least(pass, tokens.count - first);
     const void* x = row_of<S>(tokens.x, first, static_cast<std::size_t>(m.inputs));
     multiply<S, false>(m, weight, begin, end, x, n, scratch, next, scratch.sums, count);
     for (std::size_t t = 0; t < n; t++) {

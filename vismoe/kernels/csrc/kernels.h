@@ -15,7 +15,7 @@ namespace vismoe {
 constexpr std::size_t kUnit = 128;        // inputs that one step of a kernel takes; x is padded to it
 constexpr std::size_t kRows = 4;          // rows of weights that share the loads of x
 constexpr std::size_t kPassTokens = 64;   // tokens of one pass over the weights
-constexpr std::size_t kChunkRows = 64;    // outputs of one task, at most
+constexpr std::size_t kChunkRows = 64;    // outputs of one task, at most, unless a set wants more
 constexpr std::size_t kAheadBytes = 2048;  // least prefetch distance in a row of weights; several rows are read at a time
 constexpr std::size_t kAlignment = 64;
 
@@ -85,23 +85,29 @@ constexpr std::size_t stride_of(std::size_t inputs) { return padded(inputs) + 32
 // Memory of one thread, divided for matrices of up to `inputs` inputs.
 struct Scratch {
   float* tile;         // [kRows, stride]: decoded rows
-  float* sums;         // [kPassTokens, 2 * kChunkRows]: products before bias and activation
+  float* sums;         // [pass_tokens(width), width]: products before bias and activation
   float* scales;       // [2 * kRows, steps]: scales and minima of rows, one for every 16 inputs or more
   float* x_sums;       // [kPassTokens, steps]: the sums of the inputs to which a minimum belongs
   void* codes;         // [kRows, stride] of 16 bits: unpacked codes
   std::size_t steps;
+  void* rest;          // what a set needs beyond that
+  std::uint64_t call;  // the number of the call, in which inputs stay as they are
 
+  static constexpr std::size_t kSums = 2 * kPassTokens * kChunkRows;
+
+  // Tokens of one pass, if each has so many sums.
+  static std::size_t pass_tokens(std::size_t width) { return width > 2 * kChunkRows ? kSums / width : kPassTokens; }
   static std::size_t steps_of(std::size_t inputs) { return round_up(padded(inputs) / 16, 16); }
   static std::size_t bytes(std::size_t inputs) {
-    const std::size_t products = 2 * kPassTokens * kChunkRows, scaling = (2 * kRows + kPassTokens) * steps_of(inputs);
+    const std::size_t products = kSums, scaling = (2 * kRows + kPassTokens) * steps_of(inputs);
     return (kRows * stride_of(inputs) * 3 / 2 + products + scaling) * sizeof(float);
   }
-  static Scratch at(std::uint8_t* memory, std::size_t inputs) {
+  static Scratch at(std::uint8_t* memory, std::size_t inputs, std::uint64_t call = 0) {
     float* tile = reinterpret_cast<float*>(memory);
     float* sums = tile + kRows * stride_of(inputs);
-    float* scales = sums + 2 * kPassTokens * kChunkRows;
+    float* scales = sums + kSums;
     float* x_sums = scales + 2 * kRows * steps_of(inputs);
-    return {tile, sums, scales, x_sums, x_sums + kPassTokens * steps_of(inputs), steps_of(inputs)};
+    return {tile, sums, scales, x_sums, x_sums + kPassTokens * steps_of(inputs), steps_of(inputs), memory + bytes(inputs), call};
   }
 };
 
@@ -203,6 +209,10 @@ struct PromptAttention {
   Dtype dtype;
 };
 
+// y[token, row - begin] for rows begin .. end of a matrix and n packed tokens, one every x_bytes.
+using Multiply = void (*)(const Matrix&, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x,
+                          std::size_t x_bytes, std::size_t n, const Scratch&, const Place& next, float* y, std::size_t y_stride);
+
 // Functions of a set for prompts with bfloat16 inputs, which may pack inputs in a layout of their own.
 struct PromptKernels {
   // Memory of one thread, which begins with its Scratch.
@@ -248,6 +258,8 @@ struct Kernels {
   // Rows begin .. end of a key head, of a thread with so many bytes of scratch; not of sets with words.
   void (*attend_rows)(const PromptAttention&, std::size_t group, std::size_t begin, std::size_t end, std::uint8_t* scratch);
   std::size_t (*attend_rows_bytes)(const PromptAttention&);
+  // Rows of a matrix that a task should have, at most; null: kChunkRows.
+  std::size_t (*most_rows)(const Matrix&);
   const PromptKernels* prompts;       // null: those above
   const PromptKernels* long_prompts;  // of weights that are scaled; null: those of `prompts`
 };
@@ -258,7 +270,8 @@ const Kernels& kernels_avx2words();   // bfloat16 inputs; multiplies integers wh
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512words();  // as kernels_avx2words
 const Kernels& kernels_avx512bf16();  // bfloat16 inputs; kernels_avx512 serves float32 inputs and fp16 weights
-const Kernels& kernels_amx();         // the same, with products of matrices
+const Multiply* multiplies_avx512bf16();  // of its decoded tokens, by encoding
+const Kernels& kernels_amx();         // the same, with products of matrices, and of bytes where weights are such
 
 }  // namespace vismoe
 

@@ -1,29 +1,12 @@
 // AMX with BF16, for prompts: sixteen rows of weights meet sixteen tokens, 32 inputs at a time. Everything else is that of AVX-512
 // with BF16.
 
+#include "byte_tiles.h"
 #include "prompt_attention.h"
+#include "table.h"
 
 namespace vismoe {
 namespace {
-
-// All eight tiles have sixteen rows of 64 bytes.
-struct alignas(64) TileConfig {
-  std::uint8_t palette, start, reserved[14];
-  std::uint16_t row_bytes[16];
-  std::uint8_t rows[16];
-};
-const TileConfig kConfig = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-
-// Compilers do not know what the tile operations read and write.
-inline void memory_is_used() { __asm__ volatile("" ::: "memory"); }
-
-class Tiles {
- public:
-  Tiles() { _tile_loadconfig(&kConfig); }
-  ~Tiles() { _tile_release(); }
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
-};
 
 // sums[row, token] of 32 rows and two groups.
 inline void two_by_two(const X* rows, std::size_t stride, const Groups& in, std::size_t g, std::size_t steps, float* sums, Later& later) {
@@ -96,13 +79,36 @@ struct Tiled {
   }
 };
 
+// Decoded tokens: codes are multiplied as bytes, other weights as by AVX-512 with BF16.
+struct InBytes : Avx512Bf16 {
+  template <std::size_t... E>
+  static Multiply multiply_in(Encoding encoding, std::index_sequence<E...>) {
+    static constexpr Multiply of[] = {multiply_of_bytes<static_cast<Encoding>(E)>()...};
+    return of[encoding] != nullptr ? of[encoding] : multiplies_avx512bf16()[encoding];
+  }
+  static Multiply multiply_of(Encoding encoding) { return multiply_in(encoding, std::make_index_sequence<kEncodings>()); }
+};
+
+std::size_t rows_in_bytes(const Matrix& m) {
+  return in_bytes(static_cast<Encoding>(m.encoding)) && is_in_spans(m) ? rows_of_streams(static_cast<std::size_t>(m.row_bytes)) : kChunkRows;
+}
+
 }  // namespace
 
 const Kernels& kernels_amx() {
+  static const PromptKernels prompts = [] {
+    PromptKernels made = wide_prompts<Tiled>();
+    made.scratch_bytes = [](std::size_t inputs) {
+      const std::size_t few = round_up(Scratch::bytes(inputs), kAlignment) + ByteScratch::bytes(inputs);
+      return few > WideScratch::bytes(inputs) ? few : WideScratch::bytes(inputs);
+    };
+    return made;
+  }();
   static const Kernels kernels = [] {
-    Kernels made = kernels_avx512bf16();
-    made.prompts = &wide_prompts<Tiled>();
-    made.long_prompts = nullptr;
+    Kernels made = kernels_of<InBytes>();
+    made.prompts = &prompts;
+    made.most_rows = rows_in_bytes;
+    made.attend_rows_bytes = kernels_avx512bf16().attend_rows_bytes;
     made.attend_rows = attend_rows<Tiled>;
     return made;
   }();

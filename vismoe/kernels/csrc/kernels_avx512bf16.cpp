@@ -124,6 +124,8 @@ void down_prompt(const Expert& e, const std::uint8_t* record, std::size_t begin,
 
 }  // namespace
 
+const Multiply* multiplies_avx512bf16() { return MultiplyTable<S, false, std::make_index_sequence<kEncodings>>::of; }
+
 const Kernels& kernels_avx512bf16() {
   static const PromptKernels prompts = {Scratch::bytes, pack_rows, up_prompt, down_prompt};
   static const Kernels kernels = [] {

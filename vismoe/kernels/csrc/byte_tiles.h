@@ -216,6 +216,12 @@ struct Span {
   }
 };
 
+// Of how many rows each of sixteen streams is, of a task with so many. Streams whole pages apart would share sets of the L1 cache.
+inline std::size_t rows_of_stream(std::size_t rows, std::size_t row_bytes) {
+  const std::size_t most = rows / kTileRows;
+  return most - (most > 1 && most * row_bytes % 4096 == 0);
+}
+
 template <Encoding E>
 struct SixteenRows {
   static constexpr std::size_t kStep = step_of(E), kSpanBytes = unit_bytes(E) * kSpanInputs / unit_inputs(E);
@@ -231,6 +237,7 @@ struct SixteenRows {
   float *scales, *minima;  // [16, room] unless they are bytes
   RowGroup group[2];       // by the number of a group modulo 2; spans are counted over all groups
   // The rows of all groups lie in sixteen streams, one behind the other; then those of `next` are read.
+  std::size_t stream_rows;
   const std::uint8_t *stream, *next_stream;
   std::size_t stream_bytes, next_stream_bytes;
 
@@ -240,13 +247,13 @@ struct SixteenRows {
     return E == kQ4K ? span + 16 + u * 64 : span + u * 64;
   }
 
-  // Rows that are read together are far apart, as those of the other kernels. The last ones may be computed twice.
+  // Rows that are read together are far apart, as those of the other kernels, but for the last ones. Some may be computed twice.
   void place(std::size_t g) {
-    const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes), count = end - begin, apart = count / kTileRows;
+    const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes), count = end - begin;
     RowGroup& made = group[g % 2];
     made.count = least(kTileRows, count);
-    made.first = g < apart ? g : count - made.count;
-    made.row_apart = g < apart ? apart : 1;
+    made.first = g < stream_rows ? g : least(g * kTileRows, count - made.count);
+    made.row_apart = g < stream_rows ? stream_rows : 1;
     made.apart = count < kTileRows ? 0 : made.row_apart * row_bytes;
     const std::uint8_t* codes = record + m.codes + (begin + made.first) * row_bytes;
     for (std::size_t r = 0; r < kTileRows; r++) {
@@ -283,7 +290,7 @@ struct SixteenRows {
   void fetch_rows(std::size_t g) const {
     const bool more = g + 1 < groups();
     if (!more && next.codes == nullptr) return;
-    const std::size_t apart = more ? (end - begin) / kTileRows : next.apart * kRows / kTileRows, first = begin + g + 1;
+    const std::size_t apart = more ? stream_rows : next.apart * kRows / kTileRows, first = begin + g + 1;
     const std::size_t scale_bytes = more ? m.scale_bytes() : next.scale_bytes;
     const std::size_t offset_bytes = more ? m.offset_bytes() : next.offset_bytes;
     const std::uint8_t* scale = more ? record + m.scale + first * scale_bytes : next.scale;
@@ -433,9 +440,10 @@ struct SixteenRows {
     Span span, after, before;
     const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes);
     stream = record + m.codes + begin * row_bytes;
-    stream_bytes = (end - begin) / kTileRows * row_bytes;
+    stream_rows = rows_of_stream(end - begin, row_bytes);
+    stream_bytes = stream_rows * row_bytes;
     next_stream = next.codes ? next.codes : stream;
-    next_stream_bytes = next.apart * kRows / kTileRows * next.row_bytes;
+    next_stream_bytes = rows_of_stream(next.apart * kRows, next.row_bytes) * next.row_bytes;
     place(0);
     for (std::size_t q = 0; q < 4; q++) decode(span, q);
     read_factors(span);
@@ -524,7 +532,7 @@ void multiply_bytes(const Matrix& m, const std::uint8_t* record, std::size_t beg
   ByteScratch& own = *static_cast<ByteScratch*>(scratch.rest);
   const std::size_t units = inputs / kUnit, steps = sums_of(inputs, Sixteen::kStep);
   float* minima = scratch.tile + kTileRows * scratch.steps;
-  Sixteen sixteen{m, record, begin, end, next, own, inputs, 0, scratch.steps, scratch.tile, minima, {}, nullptr, nullptr, 0, 0};
+  Sixteen sixteen{m, record, begin, end, next, own, inputs, 0, scratch.steps, scratch.tile, minima, {}, 0, nullptr, nullptr, 0, 0};
   for (std::size_t g = 0; Sixteen::kBytes && g < 2; g++) {  // behind the last span, whose steps may be half of a vector
     std::memset(sixteen.minimum_factors_of(g) + inputs / kSpanInputs * kTileRows, 0, kTileRows * sizeof(float));
   }
@@ -551,11 +559,9 @@ void multiply_bytes(const Matrix& m, const std::uint8_t* record, std::size_t beg
   }
 }
 
-// Rows of a task: long streams, for a core's prefetcher begins anew in each. Streams whole pages apart would share sets of the L1
-// cache.
-inline std::size_t rows_of_streams(std::size_t row_bytes) {
-  const std::size_t of_stream = least(kStreamRows, (kStreamTarget + row_bytes - 1) / row_bytes);
-  return kTileRows * (of_stream - (of_stream > 1 && of_stream * row_bytes % 4096 == 0));
+// Rows of a task: streams are long, for a core's prefetcher begins anew in each.
+inline std::size_t rows_of_task(std::size_t row_bytes) {
+  return kTileRows * least(kStreamRows, (kStreamTarget + row_bytes - 1) / row_bytes);
 }
 
 // Null for encodings that are not multiplied as bytes.

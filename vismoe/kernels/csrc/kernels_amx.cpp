@@ -1,5 +1,5 @@
-// AMX with BF16, for prompts: sixteen rows of weights meet sixteen tokens, 32 inputs at a time. Everything else is that of AVX-512
-// with BF16.
+// AMX: with BF16 for prompts, where sixteen rows of weights meet sixteen tokens, 32 inputs at a time; with bytes for decoded tokens, as
+// byte_tiles.h says. Everything else is that of AVX-512 with BF16.
 
 #include "byte_tiles.h"
 #include "prompt_attention.h"
@@ -90,7 +90,7 @@ struct InBytes : Avx512Bf16 {
 };
 
 std::size_t rows_in_bytes(const Matrix& m) {
-  return in_bytes(static_cast<Encoding>(m.encoding)) && is_in_spans(m) ? rows_of_streams(static_cast<std::size_t>(m.row_bytes)) : kChunkRows;
+  return in_bytes(static_cast<Encoding>(m.encoding)) && is_in_spans(m) ? rows_of_task(static_cast<std::size_t>(m.row_bytes)) : kChunkRows;
 }
 
 }  // namespace

@@ -8,7 +8,7 @@ import pytest
 import reference
 import torch
 from encoded_parts import BLOCK_SCALES, RAW, WHOLE, encoded_experts, random_parts
-from expert_records import DTYPES, FORMATS, FORMS, Batch, Experts, dequantised, on_every_set, rms
+from expert_records import DTYPES, FORMATS, FORMS, Batch, Experts, dequantised, on_every_set, rms, typical
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import examples
@@ -115,6 +115,22 @@ def test_rows_of_whole_spans_have_one_result_in_any_company(encoding, spans, row
         cpu.start(1, isa)
         assert torch.equal(cpu.encoded_linear(x, kind, parts, inputs), together), isa
     cpu.start()
+
+
+@pytest.mark.parametrize("form", ["qwen", "gpt-oss", "gelu"])  # two halves, gates and ups in turn, no gates
+@pytest.mark.parametrize("kinds", [("q4_k", "w4"), ("mxfp4", "q5_k")])
+def test_large_tasks_have_the_results_of_small_ones(isa, kinds, form):
+    """One thread takes hundreds of rows at once, of more tokens than fit in one pass; each token alone gets the same bits."""
+    seeded(6)
+    experts, batch = encoded_experts(*kinds, 512, 2048, 2, form), Batch.of([70, 9], 512)
+    at_once, oracle = batch.parts(experts), batch.oracle(experts)
+    assert rms(at_once - oracle) <= tolerance(isa, torch.bfloat16) * max(typical(experts, batch), rms(oracle))
+    cpu.start(1, isa)
+    assert torch.equal(batch.parts(experts), at_once)
+    for pair in (0, 33, 69, 70, 78):
+        token, starts = batch.tokens[pair], np.array([0, pair < 70, 1], dtype=np.int32)
+        alone = Batch(batch.hidden[token : token + 1], starts, np.zeros(1, np.int32), batch.factors[pair : pair + 1])
+        assert torch.equal(alone.parts(experts)[0], at_once[pair])
 
 
 def test_matrices_of_one_call_share_what_inputs_became(isa):

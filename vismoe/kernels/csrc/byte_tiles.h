@@ -20,12 +20,12 @@ constexpr std::size_t kTileRows = 16, kTileBytes = 64;
 constexpr std::size_t kColumns = 8;            // of a tile of digits, 4 bytes each: two digits of four blocks
 constexpr std::size_t kDigitTileBytes = kTileRows * kColumns * 4, kUnitTiles = 2;
 constexpr std::size_t kDigitTokens = 16;       // whose digits are kept
-constexpr std::size_t kAheadInStream = 288;    // bytes from which is prefetched
-constexpr std::size_t kStreamTarget = 18 * 1024, kStreamRows = 32;  // of each of the sixteen rows and those behind it
-constexpr float kMostWord = 32639.0f;          // 127 * 256 + 127
+constexpr std::size_t kAheadInStream = 288;    // so many bytes ahead of a row are prefetched
+constexpr std::size_t kStreamTarget = 18 * 1024, kStreamRows = 32;  // bytes of a stream, which is no longer than so many rows
+constexpr float kMostWord = 32639.0f;          // 127 * 256 + 127: of bfloat16 numbers only 32640 is rounded to it
 
 // How digits lie in tiles. A unit's codes fill two tiles. Where two codes share a byte, the second tile holds the lower halves, and
-// the first the bytes as they are: digits of opposite sign take the lower halves off again.
+// the first the bytes as they are: digits of the opposite of a word, high and low together, take the lower halves off again.
 enum Digits : std::int32_t {
   kBlocksOf32,  // tile t: blocks 2 t and 2 t + 1 of 32 inputs
   kHalvesOf64,  // lower and upper halves of 32 bytes are the inputs of a block of 32 and of the next
@@ -38,7 +38,7 @@ constexpr Digits digits_of(Encoding e) { return e == kQ4K ? kHalvesOf64 : e == k
 constexpr bool in_halves(Encoding e) { return digits_of(e) >= kHalvesOf64; }
 // Those of kW4 are not negative here: its minima take off what that adds.
 constexpr bool has_minima(Encoding e) { return e == kQ4K || e == kQ5K || e == kW4; }
-// Where the integers before the factor of a block multiply sums, as bytes.
+// Whether a block has a factor, and scales that are bytes times it.
 constexpr bool has_byte_scales(Encoding e) { return e == kQ4K || e == kQ5K; }
 constexpr std::size_t sums_of(std::size_t inputs, std::size_t step) { return round_up(inputs / step, 16); }
 
@@ -216,7 +216,7 @@ struct Span {
   }
 };
 
-// Of how many rows each of sixteen streams is, of a task with so many. Streams whole pages apart would share sets of the L1 cache.
+// Rows of each of the sixteen streams of a task with `rows` rows. Streams whole pages apart would share sets of the L1 cache.
 inline std::size_t rows_of_stream(std::size_t rows, std::size_t row_bytes) {
   const std::size_t most = rows / kTileRows;
   return most - (most > 1 && most * row_bytes % 4096 == 0);
@@ -399,7 +399,7 @@ struct SixteenRows {
       }
       const __m512 sums = _mm512_cvtepi32_ps(_mm512_load_si512(scratch.parts[k][r]));
       const __m512 before = _mm512_load_ps(scratch.sums[t][r]);
-      _mm512_store_ps(scratch.sums[t][r], _mm512_fmadd_ps(sums, _mm512_mul_ps(scale, unit), before));
+      _mm512_store_ps(scratch.sums[t][r], _mm512_fmadd_ps(_mm512_mul_ps(sums, unit), scale, before));
     }
   }
 
@@ -513,7 +513,7 @@ struct SixteenRows {
 };
 
 // ------------------------------------------------------------------ a matrix
-// What is kept of a group of rows is kept until the second span of the next.
+// A row has two spans or more: what belongs to a group of rows is used until the first span of the next was multiplied.
 inline bool is_in_spans(const Matrix& m) {
   const std::size_t inputs = static_cast<std::size_t>(m.inputs);
   return inputs % kSpanInputs == 0 && inputs > kSpanInputs;

@@ -28,7 +28,7 @@
 namespace vismoe {
 namespace {
 
-constexpr std::size_t kTaskBytes = 256 * 1024;   // most weights of one task and matrix: some microseconds
+constexpr std::size_t kTaskBytes = 256 * 1024;   // most weights of one task and matrix, unless a set wants more rows: microseconds
 constexpr std::size_t kLeastBytes = 32 * 1024;   // least weights of one task and matrix
 constexpr std::size_t kTasksOfThread = 32;       // the aim, so that threads finish together
 constexpr std::size_t kLongTasksOfThread = 16;   // where a set wants more rows in a task
@@ -139,6 +139,7 @@ void begin_anew() {
   State* fresh = new State;
   fresh->threads = state->threads;
   fresh->isa = state->isa;
+  fresh->calls = state->calls;  // memory of before keeps numbers of calls
   state = fresh;
 }
 
@@ -174,7 +175,11 @@ const Kernels& kernels_for(Isa isa, Dtype x, const Matrix& m) {
 class Job {
  public:
   Job(State& s, std::size_t bytes)
-      : call_(++s.calls), threads_(s.threads), tasks_(s.tasks), bytes_(bytes), share_bytes_(std::max(bytes / (kTasksOfThread * s.threads), kLeastBytes)) {
+      : call_(++s.calls),
+        threads_(s.threads),
+        tasks_(s.tasks),
+        bytes_(bytes),
+        share_bytes_(std::max(bytes / (kTasksOfThread * s.threads), kLeastBytes)) {
     tasks_.clear();
   }
   virtual ~Job() = default;
@@ -218,7 +223,8 @@ class Job {
   // Adds tasks for `outputs` outputs, each task of one matrix or of several; returns the number of tasks.
   std::size_t cut(Stage stage, std::size_t outputs, std::size_t bytes_of_one, std::size_t expert = 0, std::size_t matrices = 1,
                   std::size_t most = kChunkRows) {
-    const std::size_t bytes = most > kChunkRows ? bytes_ / (kLongTasksOfThread * threads_) : task_bytes(matrices);
+    const std::size_t share = std::max(bytes_ / (kLongTasksOfThread * threads_), kLeastBytes);
+    const std::size_t bytes = most > kChunkRows ? share : task_bytes(matrices);
     const std::size_t fitting = bytes / std::max<std::size_t>(bytes_of_one, 1) / 16 * 16;
     const std::size_t even = most > kChunkRows ? std::min(outputs / (2 * threads_) / 16 * 16, kChunkRows) : 0;
     const std::size_t step = std::clamp(std::max(fitting, even), least_rows_, most);
@@ -353,7 +359,7 @@ class PackedJob : public Job {
   }
   // Outputs of one task with so many rows each.
   std::size_t most_rows(const Matrix& m, std::size_t rows_of_one = 1) const {
-    return kernels_.most_rows == nullptr ? kChunkRows : std::max(kernels_.most_rows(m) / rows_of_one, kChunkRows);
+    return kernels_.most_rows == nullptr ? kChunkRows : std::max(kernels_.most_rows(m) / rows_of_one / 16 * 16, kChunkRows);
   }
   void wait_for_inputs() {
     wait_for([this] { return packing_left_.load(std::memory_order_acquire) == 0; });
@@ -762,7 +768,7 @@ class PromptAttentionJob : public Job {
 };
 
 #if defined(VISMOE_AMX)
-// Whether the machine has AMX with BF16, and the kernel lets this process use it: tiles are state that a process asks for.
+// Whether the machine has AMX with BF16 and with bytes, and the kernel lets this process use it: tiles are state that a process asks for.
 bool may_use_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1u) != 0 && (d >> 24 & 3u) == 3;

@@ -84,7 +84,7 @@ constexpr std::size_t stride_of(std::size_t inputs) { return padded(inputs) + 32
 
 // Memory of one thread, divided for matrices of up to `inputs` inputs.
 struct Scratch {
-  float* tile;         // [kRows, stride]: decoded rows
+  float* tile;         // [kRows, stride]: decoded rows; or, of 512 inputs or more, [2, 16, steps]: scales and minima of sixteen
   float* sums;         // [pass_tokens(width), width]: products before bias and activation
   float* scales;       // [2 * kRows, steps]: scales and minima of rows, one for every 16 inputs or more
   float* x_sums;       // [kPassTokens, steps]: the sums of the inputs to which a minimum belongs

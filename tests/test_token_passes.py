@@ -18,13 +18,16 @@ from test_resident import FAMILY, Twin, assert_same, load
 from torch import nn
 from torch.nn.modules import module as everywhere
 
-from vismoe.kernels import cpu
+from vismoe.formats.encodings import ENCODINGS
+from vismoe.kernels import cpu, rows
+from vismoe.kernels.decoder_layer import Ending, LayerChain, RowNorm, Weight
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.moe import straight_layers
 from vismoe.models.moe.token_passes import TokenPasses, serve_token_passes
 from vismoe.models.visual import growing_cache
 from vismoe.models.visual.growing_cache import GrowingLayer, grow_in_place, release_room
 from vismoe.timeline import Timeline
+from vismoe.types import Format
 
 pytestmark = pytest.mark.skipif(cpu.available() == ("portable",), reason="this processor has no attention kernel")
 
@@ -471,3 +474,129 @@ def test_more_tokens_than_there_is_room_for(straight):
         pair = Pair()
         pair.assert_same(70)  # of 64
     assert straight.count(True) > 40 and straight[-1] is False
+
+
+# ------------------------------------------------------------------ with the norm and the head behind paged experts
+@pytest.fixture
+def endings(monkeypatch) -> list[bool]:
+    """For each call of a chain whether it made logits."""
+    made, run = [], LayerChain.run
+
+    def note(*given):
+        out = run(*given)
+        made.append(out[2] is not None)
+        return out
+
+    monkeypatch.setattr(LayerChain, "run", note)
+    return made
+
+
+@pytest.mark.parametrize("memory", ["100%", "60%"])
+@torch.inference_mode()
+def test_norm_and_head_are_part_of_the_call_where_no_expert_is_missing(tmp_path, memory, straight, endings, monkeypatch):
+    heads, own = [], cpu._linear_of
+    monkeypatch.setattr(cpu, "_linear_of", lambda x, *given: heads.append(len(x)) or own(x, *given))
+    ours, _ = served_twins(tmp_path, memory=memory)
+    ours.model(torch.arange(3, 403)[None])  # wants every expert
+    cache = cache_in(ours.model(torch.arange(3, 30)[None], use_cache=True))
+    held, before, hits = [], [], 0
+    for step in range(24):
+        heads.clear()
+        endings.clear()
+        missed = ours.pager.metrics.snapshot().total("misses")
+        held.append(next_token(ours.model, cache, 7 + 97 * step % 450).logits)
+        before.append(held[-1].clone())
+        if step > 2:
+            hit = ours.pager.metrics.snapshot().total("misses") == missed
+            assert straight[-1] and any(endings) == hit and (hit or heads) and not (hit and heads)
+            hits += hit
+    assert all(map(torch.equal, held, before))  # logits lie in memory of their own
+    assert hits == 21 if memory == "100%" else 0 < hits < 21
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_ending_has_the_bits_of_its_norm_and_its_head(dtype):
+    chance, inputs, outputs = torch.Generator().manual_seed(0), 192, 700
+
+    def numbers(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=chance).to(dtype)
+
+    hidden, weight, bias = numbers(1, 1, inputs), numbers(inputs), numbers(outputs)
+    normed, raw, q8_0 = rows.norm(hidden, weight, 1e-6, 1.0)[0], {"codes": numbers(outputs, inputs)}, ENCODINGS["q8_0"]
+    blocks = torch.randint(0, 256, (outputs, inputs // 32, 34), dtype=torch.uint8, generator=chance)
+    blocks[..., :2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    encoded = {"codes": blocks.view(outputs, -1)}
+    for kind, parts, more, expected in (
+        (Format.RAW, raw, None, cpu.linear(normed, raw["codes"])),
+        (Format.RAW, raw, bias, cpu.linear(normed, raw["codes"], bias)),
+        (q8_0.name, encoded, None, cpu.encoded_linear(normed, q8_0, encoded, inputs)),
+    ):
+        head = Weight(*cpu.matrix_of(kind, parts, inputs, more), tuple(parts.values()))
+        ending = Ending(RowNorm(weight, 1e-6, 1.0, inputs), head, dtype)
+        assert torch.equal(ending.logits(hidden)[0], expected)
+
+
+def with_a_changed_head(model):
+    model.lm_head.weight.data = model.lm_head.weight * 2
+
+
+def with_a_head_changed_in_place(model):
+    model.lm_head.weight.mul_(2)
+
+
+def with_a_bias_behind_the_head(model):
+    model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, model.lm_head.out_features, dtype=torch.bfloat16))
+
+
+def with_a_shorter_head(model):
+    model.lm_head.weight.data = model.lm_head.weight.data[:-8]
+
+
+def with_a_norm_of_other_eps(model):
+    model.model.norm.variance_epsilon = 1e-4  # which the kernels do not hear of
+
+
+def with_another_norm(model):
+    norm = type(model.model.norm)(len(model.model.norm.weight), 1e-3).to(torch.bfloat16)
+    norm.weight.copy_(model.model.norm.weight * 2)
+    model.model.norm = norm
+
+
+def with_a_heard_head(model):
+    model.heard = model.lm_head.register_forward_hook(lambda module, given, out: out * 2)
+
+
+def with_a_head_that_is_heard(model):
+    model.heard = model.lm_head.register_forward_hook(lambda module, given, out: out[..., :100])
+
+
+CHANGES_BEHIND = [with_another_head, with_a_changed_head, with_a_head_changed_in_place, with_a_bias_behind_the_head]
+CHANGES_BEHIND += [with_a_shorter_head, with_another_norm, with_a_changed_weight, with_a_heard_head, with_a_forward_of_its_own]
+
+
+@pytest.mark.parametrize("change", CHANGES_BEHIND)
+@torch.inference_mode()
+def test_a_change_behind_the_layers_takes_effect_at_once(tmp_path, change, endings):
+    logits = []
+    for twin in served_twins(tmp_path):
+        twin.model(torch.arange(3, 403)[None])  # after which no expert is missing
+        cache = cache_in(twin.model(torch.arange(3, 30)[None], use_cache=True))
+        of_twin = [next_token(twin.model, cache, 7).logits for _ in range(6)]
+        assert endings[:4] == [True] * 4  # of the first twin
+        change(twin.model)
+        of_twin += [next_token(twin.model, cache, 7).logits for _ in range(6)]
+        further = cache_in(twin.model(torch.arange(3, 30)[None], use_cache=True))
+        of_twin += [next_token(twin.model, further, 7).logits for _ in range(6)]
+        logits.append(of_twin)
+    assert all(map(torch.equal, *logits)) and not torch.equal(logits[0][5], logits[0][6])
+
+
+@pytest.mark.parametrize("change", [with_a_head_that_is_heard, with_a_norm_of_other_eps])
+@torch.inference_mode()
+def test_what_was_changed_before_the_first_pass(tmp_path, change):
+    logits = []
+    for twin in served_twins(tmp_path):
+        change(twin.model)
+        cache = cache_in(twin.model(torch.arange(3, 30)[None], use_cache=True))
+        logits.append([next_token(twin.model, cache, 7).logits for _ in range(6)])
+    assert all(map(torch.equal, *logits))

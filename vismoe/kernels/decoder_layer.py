@@ -27,7 +27,9 @@ _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [_PLACE, _PLACE, _SIZE]
 _decoder_layers = function("vismoe_decoder_layers", [_PLACE, _SIZE, _PLACE, _SIZE, _PLACE, _PLACE, _SIZE], _SIZE)
 _layer_chain = function(
-    "vismoe_layer_chain", [_PLACE, _SIZE, *[_PLACE] * 3, _SIZE, ctypes.c_int64, *[_PLACE] * 2, _DOUBLE, *[_PLACE] * 2], _SIZE
+    "vismoe_layer_chain",
+    [_PLACE, _SIZE, *[_PLACE] * 3, _SIZE, ctypes.c_int64, *[_PLACE] * 2, _DOUBLE, *[_PLACE] * 3, _NUMBER],
+    _SIZE,
 )
 PARTS = ("norms", "linears", "rotations", "cache", "attention", "routers", "experts")  # in the order of csrc/decoder_layer.cpp
 
@@ -298,6 +300,55 @@ def run_layers(calls: Sequence[CalledLayer], hidden: Tensor, cos: Tensor, sin: T
     return [(out, room.call.found) for out, room in zip(outs[:made], rooms)], begun
 
 
+class _Ending(ctypes.Structure):  # as csrc/decoder_layer.cpp has it
+    _fields_ = [
+        ("norm", _RowNorm),
+        *((name, _PLACE) for name in ("head", "head_weight", "normed", "logits")),
+        ("seconds", _DOUBLE),
+        ("ended", _NUMBER),
+    ]
+
+
+class Ending:
+    """The norm behind the last layer and the head `[V, H]`, whose weights it holds. dtype: of hidden states, of the norm's weight
+    and of logits. Of one thread at a time."""
+
+    def __init__(self, norm: RowNorm, head: Weight, dtype: torch.dtype):
+        assert head.matrix.inputs == norm.width, (head.matrix.inputs, norm.width)
+        assert norm.weight is None or norm.weight.dtype is dtype, (norm.weight.dtype, dtype)
+        self._held, self.outputs, self.dtype = (norm, head), int(head.matrix.rows), dtype
+        with torch.inference_mode(False):
+            self._normed = torch.empty(norm.width, dtype=dtype)
+        at = ctypes.addressof(head.matrix), head.base, self._normed.data_ptr(), None
+        self._call = _Ending(_RowNorm.of(norm), *at, 0.0, 0)
+        self.at = ctypes.addressof(self._call)
+
+    def room(self) -> Tensor:
+        """Memory for the logits `[1, 1, V]` of the next call."""
+        logits = torch.empty(1, 1, self.outputs, dtype=self.dtype)
+        self._call.logits = logits.data_ptr()
+        return logits
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the latest call has computed the logits."""
+        return bool(self._call.ended)
+
+    @property
+    def seconds(self) -> float:
+        """Of the latest call."""
+        return float(self._call.seconds)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits `[1, 1, V]` of hidden `[1, 1, H]`, which is contiguous. Raises BudgetError."""
+        assert hidden.dtype is self.dtype and hidden.numel() == len(self._normed), (hidden.dtype, hidden.shape)
+        cpu.setup()
+        logits, none = self.room(), [None] * 2
+        _layer_chain()(None, 0, hidden.data_ptr(), *none, 0, 0, *none, 0.0, *none, self.at, NUMBER_OF[self.dtype])
+        cpu.refuse(not self.has_ended)
+        return logits
+
+
 class LayerChain:
     """Decoder layers with their experts, one behind the other, for tokens of one sequence: what a call says of all layers stays
     as long as keys and values lie where they did, so that a token costs no time for each layer.
@@ -323,23 +374,33 @@ class LayerChain:
         self._arrays = [(each.ctypes.data, each.strides[0]) for each in (self._tables, self.found, self.seconds)]
 
     def run(
-        self, first: int, hidden: Tensor, angles: tuple[Tensor, Tensor], tokens: int, weights: Sequence[float], tick: int
-    ) -> tuple[int, bool]:
+        self,
+        first: int,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        tokens: int,
+        weights: Sequence[float],
+        tick: int,
+        ending: Ending | None = None,
+    ) -> tuple[int, bool, Tensor | None]:
         """(how many layers from `first` on have an output, whether the first half of the next one was computed, whose experts are
-        not all resident). hidden `[1, 1, H]` is given to the layer `first`, by the sequence's token number `tokens`, with angles
-        cos and sin `[1, 1, R]`; each use of an expert counts the weight of its layer's table, at `tick` in that layer
-        and one later in each behind it. Raises BudgetError, CheckpointError for the layer `first`; a later one that fails is left
-        out."""
+        not all resident, the logits `[1, 1, V]` of that ending if the last layer has an output). hidden `[1, 1, H]` is given to
+        the layer `first`, by the sequence's token number `tokens`, with angles cos and sin `[1, 1, R]`; each use of an expert
+        counts the weight of its layer's table, at `tick` in that layer and one later in each behind it. Raises BudgetError,
+        CheckpointError for the layer `first`; a later one that fails is left out. If the ending fails, there are no logits."""
         cpu.setup()
+        assert ending is None or ending.dtype is hidden.dtype, (ending.dtype, hidden.dtype)
         cos, sin = angles
         calls, count = ctypes.addressof(self._calls) + first * ctypes.sizeof(_PLACE), len(self._rooms) - first
         tables, *results = (at + first * stride for at, stride in self._arrays)
         given = hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[2]
-        made: int = _layer_chain()(calls, count, *given, tokens, (_DOUBLE * len(weights))(*weights), tables, tick, *results)
+        logits, at = (None, None) if ending is None else (ending.room(), ending.at)
+        uses = (_DOUBLE * len(weights))(*weights), tables, tick
+        made: int = _layer_chain()(calls, count, *given, tokens, *uses, *results, at, NUMBER_OF[hidden.dtype])
         begun = made < count and bool(self.found[first + made] == -1)
         if made == 0 and not begun:
             cpu.refuse(-1 - int(self.found[first]))
-        return made, begun
+        return made, begun, logits if ending is not None and ending.has_ended else None
 
     def output(self, place: int) -> Tensor:
         """Of the layer at this place `[1, 1, H]`, in memory that the next call writes anew."""

@@ -162,26 +162,27 @@ class Pager:
         return made
 
     def in_chain(
-        self, layers: Sequence[int], of_tables: Sequence[int], compute: Callable[[list[float], int], Sequence[int]]
+        self, layers: Sequence[int], of_tables: Sequence[int], compute: Callable[[list[float], int], tuple[Sequence[int], float]]
     ) -> Sequence[int]:
         """As `without_demand` for layers that follow one another, where it is enough to know how many experts each wanted.
 
         of_tables: one layer for each page table. `compute(weights, tick)` computes as many layers as it can, counts the uses of
-        their experts by the weight of their table, in each layer a tick later, and returns how many experts each wanted.
+        their experts by the weight of their table, in each layer a tick later, and returns how many experts each wanted, and when
+        the last of these layers had ended.
         """
         return self.changes.make(self._in_chain, layers, of_tables, compute)
 
     def _in_chain(
-        self, layers: Sequence[int], of_tables: Sequence[int], compute: Callable[[list[float], int], Sequence[int]]
+        self, layers: Sequence[int], of_tables: Sequence[int], compute: Callable[[list[float], int], tuple[Sequence[int], float]]
     ) -> Sequence[int]:
         core = self.core
         if core.promises or not all(map(core.nothing_comes, of_tables)):
             return ()
         self._claim()
-        wanted = compute([core.table_of[layer].use_weight for layer in of_tables], core.tick + 1)
+        wanted, ended_s = compute([core.table_of[layer].use_weight for layer in of_tables], core.tick + 1)
         if len(wanted):
             core.hits(layers, wanted)
-            self._step_ended_s = time.perf_counter()
+            self._step_ended_s = ended_s
         return wanted
 
     def asks_cpu(self, layer: int, experts: int) -> bool:

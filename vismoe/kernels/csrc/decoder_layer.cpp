@@ -72,6 +72,16 @@ struct CalledLayer {
   std::int32_t found;  // how many experts were demanded, or as vismoe_decoder_layers returns
 };
 
+// What follows the last layer of a chain.
+struct Ending {
+  RowNorm norm;
+  const Matrix* head;
+  const void* head_weight;
+  void *normed, *logits;  // [inputs], [rows of the head]
+  double seconds;         // of the latest call, 0 where `ended` is 0
+  std::int32_t ended;     // whether the latest call has computed the logits
+};
+
 namespace {
 
 // out [i] = a [i] + b [i], rounded to their type.
@@ -206,6 +216,21 @@ std::int32_t compute(const CalledLayer& call, const void* hidden, std::size_t n,
   return found;
 }
 
+// `hidden` is null where there is nothing to end.
+void end(Ending& e, const void* hidden, std::int32_t dtype) {
+  const auto began = Stopwatch::Clock::now();
+  e.seconds = 0.0;
+  e.ended = 0;
+  if (hidden == nullptr) return;
+  const std::size_t width = static_cast<std::size_t>(e.norm.width);
+  std::int32_t failed = vismoe_norm(hidden, e.norm.weight, e.normed, 1, width, e.norm.eps, e.norm.unit, dtype, nullptr, nullptr);
+  const Product product{e.head, e.head_weight, e.logits};
+  failed |= vismoe_linears(&product, 1, e.normed, dtype, 1);
+  if (failed) return;
+  e.seconds = std::chrono::duration<double>(Stopwatch::Clock::now() - began).count();
+  e.ended = 1;
+}
+
 }  // namespace
 
 // The layers of `calls`, one after another, for hidden [n, inputs] of the first; cos and sin [n, turned] of each row's position.
@@ -227,10 +252,12 @@ VISMOE_API std::size_t vismoe_decoder_layers(CalledLayer* const* calls, std::siz
 
 // The same for the token of one sequence, which is its number `tokens` in every layer: uses of experts of layer i count
 // weights[tables[i]], at tick + i. Also writes `found` of the layers that were computed and of the one where that ended, and seconds
-// [2] of each: before its experts, and of these if they were computed.
+// [2] of each: before its experts, and of these if they were computed. With an ending, also the logits, if the last layer was computed;
+// without layers, those of `hidden`.
 VISMOE_API std::size_t vismoe_layer_chain(CalledLayer* const* calls, std::size_t count, const void* hidden, const void* cos,
                                           const void* sin, std::size_t turned, std::int64_t tokens, const double* weights,
-                                          const std::int32_t* tables, double tick, std::int32_t* found, double* seconds) {
+                                          const std::int32_t* tables, double tick, std::int32_t* found, double* seconds,
+                                          Ending* ending, std::int32_t dtype) {
   for (std::size_t i = 0; i < count; i++) {
     calls[i]->cached->tokens = tokens;
     calls[i]->weight = weights[tables[i]];
@@ -242,5 +269,6 @@ VISMOE_API std::size_t vismoe_layer_chain(CalledLayer* const* calls, std::size_t
     seconds[2 * i] = calls[i]->layer->first_half_s;
     seconds[2 * i + 1] = calls[i]->layer->experts_s;
   }
+  if (ending != nullptr) end(*ending, made == count ? (count == 0 ? hidden : calls[count - 1]->out) : nullptr, dtype);
   return made;
 }

@@ -15,7 +15,6 @@ the modules compute. `about` says what was decided, and why.
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from vismoe.models.moe.captured_decoder import CapturedDecoder, CudaGraphs, Exam
 from vismoe.models.moe.captured_pass import as_captured
 from vismoe.models.moe.decoder_layers import EVERYWHERE, Things, listens
 from vismoe.models.moe.gpu_experts import GpuExperts
-from vismoe.models.moe.own_forward import give_forward
+from vismoe.models.moe.own_forward import give_forward, was_given
 from vismoe.models.moe.step_context import StepContext
 from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.pools.readback import Readback
@@ -219,8 +218,7 @@ def serve_decode_graphs(
 
 def is_served(module: nn.Module) -> bool:
     """Whether it is a decoder of `serve_decode_graphs`."""
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, partial) and forward.func is _forward
+    return was_given(module, _forward)
 
 
 def _forward(reference: Any, graphs: DecodeGraphs, *args: Any, **kwargs: Any) -> Any:

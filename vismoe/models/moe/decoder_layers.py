@@ -37,7 +37,7 @@ from vismoe.models.family.mtp import of_mtp
 from vismoe.models.moe.decoder_parts import DecoderParts
 from vismoe.models.moe.experts import PagedLayer
 from vismoe.models.moe.heavy_hitters import HEARD_BY
-from vismoe.models.moe.own_forward import give_forward
+from vismoe.models.moe.own_forward import give_forward, was_given
 from vismoe.models.moe.rows import RowsCache, RowsLayer, running_rows, served_by_row
 from vismoe.models.visual.growing_cache import GrowingLayer
 
@@ -80,8 +80,7 @@ def served_by(module: nn.Module) -> "tuple[ServedLayer, LayerWatch, LayersAhead]
 
 
 def _is_served(module: nn.Module) -> bool:
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, partial) and forward.func is _forward
+    return was_given(module, _forward)
 
 
 def _forward(

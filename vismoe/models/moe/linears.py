@@ -24,7 +24,7 @@ from vismoe.formats.encodings import Encoding
 from vismoe.kernels import cpu
 from vismoe.kernels.restore import restore
 from vismoe.models.family.components import is_vision
-from vismoe.models.moe.own_forward import give_forward
+from vismoe.models.moe.own_forward import give_forward, was_given
 from vismoe.models.moe.rows import running_rows
 
 MOST_ROWS = 16
@@ -53,6 +53,11 @@ def _modules(model: nn.Module, is_one: Callable[[nn.Module], bool], of_vision: b
 
 def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear
+
+
+def is_served(module: nn.Module) -> bool:
+    """Whether the kernels compute this linear layer for few rows."""
+    return was_given(module, _forward) or (type(module) is EncodedLinear and "forward" not in vars(module))
 
 
 def _splits_into_patches(module: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 from vismoe.kernels import cpu
 from vismoe.models.family.components import is_vision
 from vismoe.models.moe import row_kernels
-from vismoe.models.moe.own_forward import give_forward
+from vismoe.models.moe.own_forward import give_forward, was_given
 
 PROBE_SIZES = (1e-3, 1.0, 30.0)  # of rows: where eps weighs, and where it does not
 MEMORIES = ("cpu", "cuda")  # whose kernels there are
@@ -34,6 +34,11 @@ class NormForm(NamedTuple):
 def serve_norms(model: nn.Module) -> int:
     """Make the kernels compute the decoder's norms; returns how many these are."""
     return give_forward(_norms(model), _forward)
+
+
+def served_form(module: nn.Module) -> NormForm | None:
+    """The form by which the kernels compute this norm; None: they do not."""
+    return vars(module)["forward"].args[1] if was_given(module, _forward) else None
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, NormForm]]:

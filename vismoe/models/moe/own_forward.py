@@ -19,6 +19,12 @@ def give_forward(found: Iterable[tuple[Any, ...]], forward: Callable[..., Any]) 
     return len(served)
 
 
+def was_given(module: Any, forward: Callable[..., Any]) -> bool:
+    """Whether the module computes by this forward now."""
+    own = vars(module).get("forward")
+    return isinstance(own, partial) and own.func is forward
+
+
 def with_names(function: types.FunctionType, names: Mapping[str, Any]) -> Callable[..., Any]:
     """The same code, in which each of `names` has this value."""
     code, defaults = function.__code__, function.__defaults__

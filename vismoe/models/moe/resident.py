@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from vismoe.kernels.decoder_layer import Asked, Cached, CalledLayer, DecoderLayer, LayerChain, run_layers
+from vismoe.kernels.decoder_layer import Asked, Cached, CalledLayer, DecoderLayer, Ending, LayerChain, run_layers
 from vismoe.kernels.resident import LayerArrays, ResidentLayer
 from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.gpu_experts import GpuExperts
@@ -152,28 +152,35 @@ class ResidentLayers:
         return self._pager.timeline is None
 
     def run_chain(
-        self, phase: Phase, chain: Chain, first: int, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], tokens: int
-    ) -> tuple[int, bool]:
+        self,
+        phase: Phase,
+        chain: Chain,
+        first: int,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        tokens: int,
+        ending: Ending | None,
+    ) -> tuple[int, bool, torch.Tensor | None]:
         """As `LayerChain.run`; the layers that have an output count as `run_layers` counts them."""
-        calls, begun = chain.calls, False
+        calls, begun, logits = chain.calls, False, None
 
-        def compute(weights: list[float], tick: int) -> list[int]:
-            nonlocal begun
-            made, begun = calls.run(first, hidden, angles, tokens, weights, tick)
+        def compute(weights: list[float], tick: int) -> tuple[list[int], float]:
+            nonlocal begun, logits
+            made, begun, logits = calls.run(first, hidden, angles, tokens, weights, tick, ending)
             found: list[int] = calls.found[first : first + made].tolist()
-            return found
+            return found, time.perf_counter() - (0.0 if ending is None else ending.seconds)
 
         began_s, layers = time.perf_counter(), chain.layers[first:]
         wanted = self._pager.in_chain(layers, chain.of_tables, compute)
         made = len(wanted)
         if made:
             spent = calls.seconds[first : first + made]
-            next_s = calls.seconds[first + made, 0] if begun else 0.0
+            next_s = calls.seconds[first + made, 0] if begun else 0.0 if ending is None else ending.seconds
             control_s = (time.perf_counter() - began_s - next_s - spent.sum()) / made
             experts_s = spent[:, 1]
             amounts = np.array([np.ones(made), wanted, chain.choices[first : first + made], experts_s, experts_s + control_s])
             self._pager.metrics.count_resident(phase, layers[:made], amounts.T)
-        return made, begun
+        return made, begun, logits
 
     def _count(self, phase: Phase, ran: Sequence[Ran], tokens: int) -> None:
         pager = self._pager

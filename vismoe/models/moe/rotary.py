@@ -17,7 +17,7 @@ from vismoe.kernels import rows
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.family.components import is_vision
 from vismoe.models.moe import row_kernels
-from vismoe.models.moe.own_forward import give_forward, with_names
+from vismoe.models.moe.own_forward import give_forward, was_given, with_names
 
 NAME = "apply_rotary_pos_emb"
 RENAMING = "transformers.utils.deprecation"  # what wraps methods for older names of arguments, since 5.24 those of the cache
@@ -31,8 +31,7 @@ def serve_rotations(model: nn.Module) -> int:
 
 def is_served(attention: nn.Module) -> bool:
     """Whether it is one of those that `serve_rotations` has found."""
-    forward = attention.__dict__.get("forward")
-    return isinstance(forward, partial) and forward.func is _forward
+    return was_given(attention, _forward)
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:

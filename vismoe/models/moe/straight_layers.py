@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from vismoe.kernels.decoder_layer import Cached
+from vismoe.kernels.decoder_layer import Cached, Ending
 from vismoe.models.family.caches import CACHE
 from vismoe.models.moe.decoder_layers import ANGLES, LayersAhead, ServedLayer
 from vismoe.models.moe.experts import PagedLayer
@@ -46,15 +46,21 @@ class StraightLayers:
         mark = chain.mark if chain is not None and tokens < chain.calls.room else None
         return all((mark is not None and layer.noted is mark) or layer.make_room(1) for layer in cache.layers)
 
-    def through(self, hidden: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-        """The output `[1, 1, H]` of the last layer, in memory that the next pass writes anew. `takes` has said yes."""
-        place = 0
+    def through(
+        self, hidden: torch.Tensor, given: Mapping[str, Any], ending: Ending | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(the output `[1, 1, H]` of the last layer, in memory that the next pass writes anew; the logits of the ending, where
+        one call has computed all layers that have paged experts). `takes` has said yes."""
+        place, logits = 0, None
         try:
             while place < len(self.layers):
                 short = self._short(place)
                 self.ahead.alone = short is not None
                 if short is not None:
-                    made, hidden = self._chained(short, place, hidden, given)
+                    # A later call means that an expert was missing: computing the head, it would hold the pager's lock while
+                    # others are copied.
+                    ends = ending if place == self._first else None
+                    made, hidden, logits = self._chained(short, place, hidden, given, ends)
                     place += made
                 if place < len(self.layers):
                     layer = self.layers[place]
@@ -64,7 +70,7 @@ class StraightLayers:
                     place += 1
         finally:
             self.ahead.alone = False
-        return hidden
+        return hidden, logits
 
     def _short(self, place: int) -> ResidentLayers | None:
         """What computes the layers from this place on by one call; None: each is computed as it would be in any pass."""
@@ -72,15 +78,16 @@ class StraightLayers:
         return short if short is not None and short.may_chain and not any(map(len, self._listeners)) else None
 
     def _chained(
-        self, short: ResidentLayers, place: int, hidden: torch.Tensor, given: Mapping[str, Any]
-    ) -> tuple[int, torch.Tensor]:
-        """(how many layers from this place on one call has computed, the output of the last one, or else what was given)."""
+        self, short: ResidentLayers, place: int, hidden: torch.Tensor, given: Mapping[str, Any], ending: Ending | None
+    ) -> tuple[int, torch.Tensor, torch.Tensor | None]:
+        """(how many layers from this place on one call has computed, the output of the last one, or else what was given; the
+        logits of the ending, if that was the last layer of all)."""
         at, angles, cache = place - self._first, given[ANGLES], given[CACHE]
         kept = [cache.layers[index] for index in self._kept]
         context, chain = self._paged[at].context, short.chains.get(cache)
         if chain is None or not all(layer.noted is chain.mark for layer in kept[at:]):
             chain = self._noted(short, cache, kept)
-        made, begun = short.run_chain(context.step.phase, chain, at, hidden, angles, kept[at].tokens + 1)
+        made, begun, logits = short.run_chain(context.step.phase, chain, at, hidden, angles, kept[at].tokens + 1, ending)
         if begun:
             chain.calls.leave(at + made)
             self.ahead.begun(self.layers[place + made], angles, kept[at + made].next_at())
@@ -89,7 +96,7 @@ class StraightLayers:
         if context.lookahead_inputs.remembers:
             for n, paged in enumerate(self._paged[at : at + made], at):
                 paged.computed_short(partial(chain.calls.chosen, n))
-        return made, chain.calls.output(at + made - 1) if made else hidden
+        return made, chain.calls.output(at + made - 1) if made else hidden, logits
 
     def _noted(self, short: ResidentLayers, cache: Any, kept: Sequence[GrowingLayer]) -> Chain:
         """A chain of all layers, which their keys and values note; the oldest of others gives up its memory."""

@@ -22,11 +22,15 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.utils import ModelOutput
 
+from vismoe.errors import VisMoEError
+from vismoe.kernels.decoder_layer import Ending, RowNorm
+from vismoe.kernels.rows import NUMBER_OF
 from vismoe.models.family.caches import CACHE, CACHE_NAMES, cache_in, windows
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.family.mtp import of_mtp
 from vismoe.models.inputs.prompts import TOKEN_KINDS
+from vismoe.models.moe import linears, norms
 from vismoe.models.moe.decoder_layers import (
     ANGLES,
     EVERYWHERE,
@@ -36,6 +40,7 @@ from vismoe.models.moe.decoder_layers import (
     listens,
     served_by,
 )
+from vismoe.models.moe.decoder_parts import weight_of
 from vismoe.models.moe.own_forward import give_forward
 from vismoe.models.moe.straight_layers import StraightLayers
 from vismoe.models.visual.growing_cache import GrowingLayer
@@ -69,8 +74,53 @@ class Course:
     norm: nn.Module
     head: nn.Module
     output: Callable[..., ModelOutput]
+    ending: "ModelEnding"  # of norm and head
     parts: Things  # modules, their forwards, and settings
     hooks: Sequence[Mapping[Any, Any]]  # of modules that would run
+
+
+@dataclass(frozen=True)
+class ModelEnding:
+    """Norm and head of a model. native: the call that computes them; None: the kernels do not, or have made other logits."""
+
+    norm: nn.Module
+    head: nn.Module
+    native: Ending | None
+    parts: Things  # forwards and weights
+    forms: Sequence[Any]  # of the weights
+
+    @classmethod
+    def of(cls, norm: nn.Module, head: nn.Module, hidden: torch.Tensor, logits: torch.Tensor) -> "ModelEnding":
+        """Of modules that have made these logits `[1, 1, V]` of hidden `[1, 1, H]`."""
+        held = [(one.__dict__, name) for one in (norm, head) for name in ("forward", "encoding")]
+        for one in (norm, head):
+            held += [(places, name) for places in (one._parameters, one._buffers) for name in {"weight", "bias", *places}]
+        parts = Things([holder for holder, _ in held], [name for _, name in held])
+        try:
+            native = _native(norm, head, hidden, logits)
+        except VisMoEError:  # no memory: the modules' own calls say so if they have none either
+            native = None
+        return cls(norm, head, native, parts, _forms(parts))
+
+    @property
+    def stays(self) -> bool:
+        return self.parts.stay_in_place() and _forms(self.parts) == self.forms
+
+
+def _native(norm: nn.Module, head: nn.Module, hidden: torch.Tensor, logits: torch.Tensor) -> Ending | None:
+    form, weight, dtype = norms.served_form(norm), norm._parameters.get("weight"), hidden.dtype
+    if form is None or not linears.is_served(head) or (found := weight_of(head)) is None or dtype not in NUMBER_OF:
+        return None
+    width = hidden.shape[-1]
+    fits = weight is None or (weight.shape == (width,) and weight.dtype is dtype and weight.is_contiguous() and weight.is_cpu)
+    if not fits or hidden.shape != (1, 1, width) or found.matrix.inputs != width or logits.shape != (1, 1, found.matrix.rows):
+        return None
+    native = Ending(RowNorm(None if weight is None else weight.detach(), *form, width), found, dtype)
+    return native if _same(native.logits(hidden.contiguous()), logits) else None
+
+
+def _forms(parts: Things) -> list[Any]:
+    return [(weight.shape, weight.stride(), weight.dtype) for weight in parts.tensors]
 
 
 @dataclass(frozen=True)
@@ -82,6 +132,7 @@ class TokenPasses:
     watch: LayerWatch
     begins: Sequence[Callable[..., Any]]
     straight: StraightLayers
+    endings: list[ModelEnding] = field(default_factory=list)  # at most one, the latest: courses of further caches share it
     # By their cache; before there is a course, how many passes were watched.
     courses: "weakref.WeakKeyDictionary[Any, Course | int]" = field(default_factory=weakref.WeakKeyDictionary)
 
@@ -98,6 +149,9 @@ class TokenPasses:
         same = positions.shape == course.positions and _alike(course.given, _staying(kwargs)) and self._is_as_watched(course)
         if not same:
             return None
+        if not course.ending.stays:  # weights of norm or head have moved, and nothing holds the old ones any longer
+            self.courses[cache] = 1
+            return self._watched(model, kwargs, cache)
         hidden = course.embed.forward(kwargs[IDS])
         angles = course.rotary.forward(hidden, course.row(positions))
         of_layers = {**course.of_layers, CACHE: cache, ANGLES: angles}
@@ -105,8 +159,10 @@ class TokenPasses:
             return None
         for begin in self.begins:
             begin(self.decoder, (), {"inputs_embeds": hidden, CACHE: cache})
-        hidden = self.straight.through(hidden, of_layers)
-        return course.output(logits=course.head.forward(course.norm.forward(hidden)), **{CACHE: cache})
+        hidden, logits = self.straight.through(hidden, of_layers, course.ending.native)
+        if logits is None:
+            logits = course.head.forward(course.norm.forward(hidden))
+        return course.output(logits=logits, **{CACHE: cache})
 
     def _is_as_watched(self, course: Course) -> bool:
         heard = any(map(listens, filter(None, (*course.hooks, *EVERYWHERE))))
@@ -163,9 +219,15 @@ class TokenPasses:
             norm=norm.module,
             head=head.module,
             output=functools.partial(made, **more),
+            ending=self._ending(norm.module, head.module, through[-1].output, output.logits),
             parts=parts,
             hooks=hooks,
         )
+
+    def _ending(self, norm: nn.Module, head: nn.Module, hidden: torch.Tensor, logits: torch.Tensor) -> ModelEnding:
+        if not any(found.norm is norm and found.head is head and found.stays for found in self.endings):
+            self.endings[:] = [ModelEnding.of(norm, head, hidden, logits)]
+        return self.endings[0]
 
     def _parts(self, model: nn.Module, called: Sequence[nn.Module]) -> tuple[Things, Sequence[Mapping[Any, Any]]]:
         """(modules on the way to these, their forwards, and settings of the model; all their hooks)."""

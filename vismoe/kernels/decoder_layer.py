@@ -381,7 +381,7 @@ class LayerChain:
         tokens: int,
         weights: Sequence[float],
         tick: int,
-        ending: Ending | None = None,
+        ending: Ending | None,
     ) -> tuple[int, bool, Tensor | None]:
         """(how many layers from `first` on have an output, whether the first half of the next one was computed, whose experts are
         not all resident, the logits `[1, 1, V]` of that ending if the last layer has an output). hidden `[1, 1, H]` is given to

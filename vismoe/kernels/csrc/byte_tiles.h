@@ -37,7 +37,7 @@ constexpr bool in_bytes(Encoding e) { return e == kQ4K || e == kQ5K || e == kW4 
 constexpr Digits digits_of(Encoding e) { return e == kQ4K ? kHalvesOf64 : e == kW4 ? kHalvesOf2 : kBlocksOf32; }
 constexpr bool in_halves(Encoding e) { return digits_of(e) >= kHalvesOf64; }
 // Those of kW4 are not negative here: its minima take off what that adds.
-constexpr bool has_minima(Encoding e) { return e == kQ4K || e == kQ5K || e == kW4; }
+constexpr bool takes_minima_off(Encoding e) { return e == kQ4K || e == kQ5K || e == kW4; }
 // Whether a block has a factor, and scales that are bytes times it.
 constexpr bool has_byte_scales(Encoding e) { return e == kQ4K || e == kQ5K; }
 constexpr std::size_t sums_of(std::size_t inputs, std::size_t step) { return round_up(inputs / step, 16); }
@@ -488,7 +488,7 @@ struct SixteenRows {
         for (std::size_t i = 0; i < 4; i++) {
           const std::size_t r = 4 * q + i;
           four[i] = _mm512_load_ps(scratch.sums[t][r]);
-          if constexpr (has_minima(E)) {
+          if constexpr (takes_minima_off(E)) {
             for (std::size_t s = 0; s < sums_of(inputs, kStep); s += 16) {
               four[i] = _mm512_fmadd_ps(_mm512_loadu_ps(of_steps + s), minimum_of(g, r, s), four[i]);
             }
@@ -540,16 +540,16 @@ void multiply_bytes(const Matrix& m, const std::uint8_t* record, std::size_t beg
   for (std::size_t first = 0; first < n; first += sixteen.tokens, left--) {
     sixteen.tokens = (n - first + left - 1) / left;
     const std::uint8_t* tokens = static_cast<const std::uint8_t*>(x) + first * x_bytes;
-    const std::int32_t step_of_sums = has_minima(E) ? static_cast<std::int32_t>(Sixteen::kStep) : 0;
+    const std::int32_t step_of_sums = takes_minima_off(E) ? static_cast<std::int32_t>(Sixteen::kStep) : 0;
     const KeptDigits wanted{scratch.call, tokens, sixteen.tokens, Sixteen::kDigits, step_of_sums};
     if (std::memcmp(&own.kept, &wanted, sizeof wanted) != 0) {
       for (std::size_t t = 0; t < sixteen.tokens; t++) {
         const auto* row = reinterpret_cast<const Avx512Bf16::X*>(tokens + t * x_bytes);
         float* sums = own.inputs(inputs) + t * steps;
-        if (has_minima(E)) std::memset(sums, 0, steps * sizeof(float));
+        if (takes_minima_off(E)) std::memset(sums, 0, steps * sizeof(float));
         for (std::size_t u = 0, at = t * units; u < units; u++, at++) {
           std::uint8_t* tiles_of_unit = own.digits() + at * kUnitTiles * kDigitTileBytes;
-          digits_of_unit<Sixteen::kDigits, Sixteen::kStep, has_minima(E)>(
+          digits_of_unit<Sixteen::kDigits, Sixteen::kStep, takes_minima_off(E)>(
               row + u * kUnit, tiles_of_unit, own.units(inputs) + at * kColumns, sums + u * kUnit / Sixteen::kStep);
         }
       }

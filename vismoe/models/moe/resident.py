@@ -162,21 +162,22 @@ class ResidentLayers:
         ending: Ending | None,
     ) -> tuple[int, bool, torch.Tensor | None]:
         """As `LayerChain.run`; the layers that have an output count as `run_layers` counts them."""
-        calls, begun, logits = chain.calls, False, None
+        calls, begun, logits, ending_s = chain.calls, False, None, 0.0
 
         def compute(weights: list[float], tick: int) -> tuple[list[int], float]:
-            nonlocal begun, logits
+            nonlocal begun, logits, ending_s
             made, begun, logits = calls.run(first, hidden, angles, tokens, weights, tick, ending)
+            ending_s = 0.0 if ending is None else ending.seconds
             found: list[int] = calls.found[first : first + made].tolist()
-            return found, time.perf_counter() - (0.0 if ending is None else ending.seconds)
+            return found, time.perf_counter() - ending_s
 
         began_s, layers = time.perf_counter(), chain.layers[first:]
         wanted = self._pager.in_chain(layers, chain.of_tables, compute)
         made = len(wanted)
         if made:
             spent = calls.seconds[first : first + made]
-            next_s = calls.seconds[first + made, 0] if begun else 0.0 if ending is None else ending.seconds
-            control_s = (time.perf_counter() - began_s - next_s - spent.sum()) / made
+            next_s = calls.seconds[first + made, 0] if begun else 0.0
+            control_s = (time.perf_counter() - began_s - next_s - ending_s - spent.sum()) / made
             experts_s = spent[:, 1]
             amounts = np.array([np.ones(made), wanted, chain.choices[first : first + made], experts_s, experts_s + control_s])
             self._pager.metrics.count_resident(phase, layers[:made], amounts.T)

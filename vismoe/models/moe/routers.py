@@ -24,7 +24,7 @@ from vismoe.lookahead.gate import biases_of
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.moe.linears import HALVES, few
-from vismoe.models.moe.own_forward import give_forward, with_names
+from vismoe.models.moe.own_forward import give_forward, was_given, with_names
 from vismoe.models.moe.row_kernels import alike
 
 Router = Callable[..., Any]  # (module, hidden_states, ...) -> what the module returns
@@ -79,8 +79,7 @@ def router_of(module: nn.Module, biases: dict[str, torch.Tensor]) -> Router | No
 def chosen_by(module: nn.Module) -> tuple[int, bool, torch.dtype] | None:
     """(how many experts, whether their weights are normalised, the weights' type) of a served router of the largest softmax; None
     of any other module."""
-    forward = module.__dict__.get("forward")
-    router = forward.args[1] if isinstance(forward, partial) and forward.func is _forward else None
+    router = vars(module)["forward"].args[1] if was_given(module, _forward) else None
     return router.args if isinstance(router, partial) and router.func is _largest_softmax else None
 
 

@@ -47,7 +47,7 @@ class StraightLayers:
         return all((mark is not None and layer.noted is mark) or layer.make_room(1) for layer in cache.layers)
 
     def through(
-        self, hidden: torch.Tensor, given: Mapping[str, Any], ending: Ending | None = None
+        self, hidden: torch.Tensor, given: Mapping[str, Any], ending: Ending | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(the output `[1, 1, H]` of the last layer, in memory that the next pass writes anew; the logits of the ending, where
         one call has computed all layers that have paged experts). `takes` has said yes."""

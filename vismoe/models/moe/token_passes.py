@@ -62,24 +62,6 @@ ROWS: Mapping[int, Sequence[Row]] = {
 
 
 @dataclass(frozen=True)
-class Course:
-    """How the passes with a cache go. given: the arguments that stay; of_layers: those of every layer."""
-
-    given: Mapping[str, Any]
-    of_layers: Mapping[str, Any]
-    embed: nn.Module
-    rotary: nn.Module
-    positions: torch.Size  # of the model
-    row: Row  # of these
-    norm: nn.Module
-    head: nn.Module
-    output: Callable[..., ModelOutput]
-    ending: "ModelEnding"  # of norm and head
-    parts: Things  # modules, their forwards, and settings
-    hooks: Sequence[Mapping[Any, Any]]  # of modules that would run
-
-
-@dataclass(frozen=True)
 class ModelEnding:
     """Norm and head of a model. native: the call that computes them; None: the kernels do not, or have made other logits."""
 
@@ -124,6 +106,22 @@ def _forms(parts: Things) -> list[Any]:
 
 
 @dataclass(frozen=True)
+class Course:
+    """How the passes with a cache go. given: the arguments that stay; of_layers: those of every layer."""
+
+    given: Mapping[str, Any]
+    of_layers: Mapping[str, Any]
+    embed: nn.Module
+    rotary: nn.Module
+    positions: torch.Size  # of the model
+    row: Row  # of these
+    ending: ModelEnding
+    output: Callable[..., ModelOutput]
+    parts: Things  # modules, their forwards, and settings
+    hooks: Sequence[Mapping[Any, Any]]  # of modules that would run
+
+
+@dataclass(frozen=True)
 class TokenPasses:
     """Of one model on a CPU. begins: the decoder's own hooks, which a pass calls."""
 
@@ -161,7 +159,7 @@ class TokenPasses:
             begin(self.decoder, (), {"inputs_embeds": hidden, CACHE: cache})
         hidden, logits = self.straight.through(hidden, of_layers, course.ending.native)
         if logits is None:
-            logits = course.head.forward(course.norm.forward(hidden))
+            logits = course.ending.head.forward(course.ending.norm.forward(hidden))
         return course.output(logits=logits, **{CACHE: cache})
 
     def _is_as_watched(self, course: Course) -> bool:
@@ -216,10 +214,8 @@ class TokenPasses:
             rotary=rotary.module,
             positions=given[POSITIONS].shape,
             row=row,
-            norm=norm.module,
-            head=head.module,
-            output=functools.partial(made, **more),
             ending=self._ending(norm.module, head.module, through[-1].output, output.logits),
+            output=functools.partial(made, **more),
             parts=parts,
             hooks=hooks,
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 import time
 from contextvars import copy_context
@@ -16,16 +17,17 @@ from safetensors.torch import load_file, save_file
 from vismoe import flags
 from vismoe.cli.main import command_parser
 from vismoe.config import Settings
-from vismoe.errors import ConfigError
+from vismoe.errors import BudgetError, ConfigError
 from vismoe.models.load import opening, quantizer
 from vismoe.models.load.gguf import GgufWeights, load_gguf
 from vismoe.models.load.preview import read_config
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
 from vismoe.planning.needs import Hardware
+from vismoe.pools import backing
 from vismoe.store import read_ahead
 from vismoe.store.files import CheckpointFiles
-from vismoe.store.read_ahead import WeightFiles, forget, headers_of, held_bytes, is_reading, reading_ahead, take
+from vismoe.store.read_ahead import WeightFiles, backed_bytes, forget, headers_of, held_bytes, is_reading, reading_ahead, take
 from vismoe.store.safetensors_header import read_header
 from vismoe.store.tensor_reads import read_new
 
@@ -282,14 +284,89 @@ def test_what_was_read_ahead_is_free_memory_to_the_plan(tmp_path, of_any_size):
         finished()
         held = held_bytes()
         assert 0 < held <= backbone_bytes
-        counted = opening._with_read_ahead(Hardware("cpu", 10 * MB, 20 * MB, 10 * MB), needs)
-        assert counted.free_bytes == counted.free_host_bytes == 10 * MB + held
-        for key in list(read_ahead._READING.get()._found)[:1]:  # of another file, say
-            read_ahead._READING.get()._found[key] = torch.empty(2 * backbone_bytes, dtype=torch.uint8)
-        counted = opening._with_read_ahead(Hardware("cpu", 10 * MB, 20 * MB, 10 * MB), needs)
+        free = Hardware("cpu", 10 * MB, 20 * MB, 10 * MB)
+        counted = opening._with_read_ahead(free, needs, held, 3 * MB)
+        assert counted.free_bytes == counted.free_host_bytes == 10 * MB + held + 3 * MB
+        counted = opening._with_read_ahead(free, needs, 2 * backbone_bytes, 0)  # of another file, say
         assert counted.free_bytes == 10 * MB + backbone_bytes
         on_gpu = Hardware("cuda", 10 * MB, 20 * MB, 10 * MB)
-        assert opening._with_read_ahead(on_gpu, needs) == on_gpu
+        assert opening._with_read_ahead(on_gpu, needs, held, 3 * MB) == on_gpu
+
+
+def slab_bytes(checkpoint, tensors_mb=0, free_mb=1000, **settings):
+    """(most, wanted) memory for the slabs of 2 MB of experts in one file and 1 MB in a tensor of three dimensions."""
+    most, wanted = WeightFiles.of(str(checkpoint.parent), **settings).slab_bytes(
+        [read_header(checkpoint)], tensors_mb * MB, free_mb * MB
+    )
+    assert most == 3 * MB + 3 * MB // 8
+    return wanted / MB
+
+
+def test_how_much_memory_slabs_will_want(checkpoint):
+    assert slab_bytes(checkpoint) == 3, "all experts"
+    assert slab_bytes(checkpoint, memory="50%") == 1.5 and slab_bytes(checkpoint, format="int4") == 0.75
+    assert slab_bytes(checkpoint, memory="25%", format="lossless") == 0.75
+    share = read_ahead.SLABS_SHARE
+    assert slab_bytes(checkpoint, tensors_mb=1, memory="3MiB") == int(share * 2 * MB) / MB, "beside the other tensors"
+    assert slab_bytes(checkpoint, tensors_mb=1, memory=str(3 * MB)) == int(share * 2 * MB) / MB
+    assert slab_bytes(checkpoint, tensors_mb=4, memory="3MiB") == 0
+    assert slab_bytes(checkpoint, free_mb=2) == int(share * int(1.6 * MB)) / MB, "of what a plan takes by itself"
+    assert slab_bytes(checkpoint, free_mb=1, memory="3MiB") == int(share * MB) / MB, "loading says that it is too much"
+    for wrong in ({"memory": "much"}, {"memory": "0%"}, {"format": "int3"}):
+        files = WeightFiles.of(str(checkpoint.parent), **wrong)
+        assert files.slab_bytes([read_header(checkpoint)], 0, 1000 * MB) == (0, 0)
+
+
+@pytest.fixture
+def small_pools(monkeypatch):
+    """Slabs of tiny models are worth pages ahead; whether such a pool took memory that had them."""
+    if sys.platform != "linux":
+        pytest.skip("memory gets no pages ahead here")
+    monkeypatch.setattr(read_ahead, "LEAST_BYTES", 1)
+    monkeypatch.setattr(backing, "LEAST_BYTES", 1)
+    monkeypatch.setattr(read_ahead, "cores", lambda: 2)
+    taken, real = [], backing.EarlyMemory.take
+
+    def take(self, nbytes):
+        found = real(self, nbytes)
+        taken.append((nbytes, found is not None))
+        return found
+
+    monkeypatch.setattr(backing.EarlyMemory, "take", take)
+    return taken
+
+
+@pytest.mark.parametrize("memory", ["25%", "100%", "1GiB"])
+def test_a_model_pages_experts_into_memory_that_had_its_pages(memory, tmp_path, of_any_size, small_pools):
+    folder = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    config = VisMoEConfig(memory=memory, kernels="torch", context=256)
+    ids = torch.arange(1, 20)[None]
+    with reading_ahead(WeightFiles.of(str(tmp_path), memory=memory)):
+        finished()
+        model = tiny_models.model_class(folder).from_pretrained(folder, quantization_config=config).eval()
+        expected = tiny_models.reference(folder, torch.bfloat16)
+        with torch.inference_mode():
+            assert torch.equal(model(ids).logits, expected(ids).logits)
+        assert len(small_pools) == 1 and small_pools[0][1] and backed_bytes() == 0
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, expected(ids).logits), "it is the pool's memory now"
+
+
+def test_memory_for_slabs_is_given_back_where_loading_fails_or_takes_none(tmp_path, of_any_size, small_pools):
+    tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(BudgetError), reading_ahead(WeightFiles.of(str(tmp_path), memory="100%")):
+        finished()
+        reading = read_ahead._READING.get()
+        reading._slabs._backing.wait()
+        assert backed_bytes() > 0
+        tiny_models.model_class(tmp_path).from_pretrained(tmp_path, quantization_config=VisMoEConfig(memory=1000))
+    assert not small_pools and reading.backed_bytes() == 0 and reading._slabs._memory is None
+    with reading_ahead(WeightFiles.of(str(tmp_path), memory="100%")):
+        finished()
+        reading = read_ahead._READING.get()
+        aliased = VisMoEConfig(memory="25%", context=256, emulated_link_bytes_per_s=10**9)
+        tiny_models.model_class(tmp_path).from_pretrained(tmp_path, quantization_config=aliased)
+        assert not small_pools and reading._slabs._memory is None
 
 
 @pytest.mark.parametrize(

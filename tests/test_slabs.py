@@ -1,8 +1,12 @@
 """Pools of two formats under one numbering, against the pools themselves; and the pages that a pool lies in."""
 
 import ctypes
+import gc
 import mmap
+import os
 import re
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vismoe.app.allocator import trim
+from vismoe.kernels.pages import give_pages
 from vismoe.pools import backing
-from vismoe.pools.advice import HUGEPAGE, POPULATE_WRITE, advise
+from vismoe.pools.advice import HUGEPAGE, advise
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH, LOW, RecordLayout
@@ -127,21 +132,34 @@ def roomy(monkeypatch) -> RecordLayout:
     return RecordLayout.of({"w": (2**20,)}, {"w": torch.uint8})
 
 
+def slowly(monkeypatch, counted=None):
+    """Pages are given a piece at a time, with a pause."""
+    real = backing.give_pages
+
+    def slow(*place):
+        time.sleep(0.002)
+        given = real(*place)
+        if counted is not None:
+            counted.append(place)
+        return given
+
+    monkeypatch.setattr(backing, "give_pages", slow)
+
+
 def test_a_pool_has_its_pages_before_they_are_written_and_loses_nothing(roomy):
     pool = SlabPool(roomy, 40)
-    if not pool.elastic or not advise(int(pool.addresses[0]), 2**20, POPULATE_WRITE):
-        pytest.skip("this system gives no pages ahead")
+    if not pool.elastic:
+        pytest.skip("memory gets no pages ahead here")
     held = [pool.take() for _ in range(40)]
     for slab in held[::-3]:
         pool.record(slab).fill_(slab)  # meanwhile
     pool._backing.wait()
-    assert all(pages_there(pool.buffer))
+    assert all(pages_there(pool.buffer)) and pool._backing.backed_bytes() == 40 * 2**20
     assert [int(pool.record(slab).max()) for slab in held] == [slab if slab in held[::-3] else 0 for slab in held]
 
 
 def test_memory_that_is_lent_gets_no_pages_ahead(roomy, monkeypatch):
-    slow = backing.advise
-    monkeypatch.setattr(backing, "advise", lambda *place: time.sleep(0.002) is None and slow(*place))
+    slowly(monkeypatch)
     pool = SlabPool(roomy, 200)
     if not pool.elastic:
         pytest.skip("memory is not lent here")
@@ -151,15 +169,15 @@ def test_memory_that_is_lent_gets_no_pages_ahead(roomy, monkeypatch):
     assert not any(pages_there(pool.buffer[lent])[1:-1]), "neighbours may share a page at its ends"
 
 
-def test_threads_that_give_pages_end_with_the_pool_and_where_the_system_refuses(roomy, monkeypatch):
-    asked = []
-
-    def slow(*place) -> bool:
-        asked.append(place)
-        time.sleep(0.002)
-        return True
-
-    monkeypatch.setattr(backing, "advise", slow)
+def test_threads_that_give_pages_end_with_the_pool_and_leave_cores_to_others(roomy, monkeypatch):
+    asked, nice = [], []
+    slowly(monkeypatch, asked)
+    real = backing.host_memory
+    monkeypatch.setattr(
+        backing,
+        "host_memory",
+        lambda: nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) or real(),
+    )
     pool = SlabPool(roomy, 4000)
     if not pool.elastic:
         pytest.skip("memory gets no pages ahead here")
@@ -168,11 +186,84 @@ def test_threads_that_give_pages_end_with_the_pool_and_where_the_system_refuses(
     for thread in threads:
         thread.join(60)
     assert threads and not any(thread.is_alive() for thread in threads) and len(asked) < 16000
-    refused = []
-    monkeypatch.setattr(backing, "advise", lambda *place: refused.append(place))
-    pool = SlabPool(roomy, 40)
+    assert set(nice) <= {max(backing.NICE, os.getpriority(os.PRIO_PROCESS, 0))}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < backing.NICE, "of these threads alone"
+
+
+@pytest.fixture
+def early(roomy):
+    if sys.platform != "linux":
+        pytest.skip("memory gets no pages ahead here")
+    return lambda most, wanted: backing.EarlyMemory(most * 2**20, wanted * 2**20)
+
+
+def test_a_pool_takes_memory_that_has_pages_and_the_rest_is_given_back(roomy, early):
+    memory = early(64, 24)
+    memory._backing.wait()
+    assert memory.backed_bytes() == 24 * 2**20
+    pool = SlabPool(roomy, 40, early=memory.take)
+    assert all(pages_there(pool.buffer[:23]))
     pool._backing.wait()
-    assert 1 <= len(refused) <= len(threads)
+    assert all(pages_there(pool.buffer))
+    end = pool._first + pool.nbytes + mmap.PAGESIZE
+    assert flags_at(end - 1) and not mapped(end + 2**21), "behind it there is no memory"
+    pool.buffer.fill_(7)
+    assert memory.backed_bytes() == 0 and memory.take(1) is None, "it was taken"
+    memory.free()
+    assert pool.buffer.unique().tolist() == [7], "it is the pool's"
+    first = pool._first
+    del pool
+    gc.collect()
+    assert not mapped(first)
+
+
+@pytest.mark.parametrize("how", ["too little", "freed", "forgotten"])
+def test_memory_that_is_not_taken_is_given_back(roomy, early, monkeypatch, how):
+    slowly(monkeypatch)
+    memory = early(64, 64)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory._memory))
+    assert mapped(address)
+    if how == "too little":
+        assert memory.take(2**26 + 1) is None
+    elif how == "freed":
+        memory.free()
+    threads = memory._backing._threads
+    del memory
+    gc.collect()
+    for thread in threads:
+        thread.join(60)
+    assert not mapped(address + 2**25)
+
+
+def mapped(address: int) -> bool:
+    """Whether there is memory at this address."""
+    spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(first, 16) <= address < int(end, 16) for first, end in spans)
+
+
+def test_pages_are_given_under_the_hands_of_writers():
+    """Whatever is written meanwhile stays, and a stop ends it."""
+    memory, ended = np.zeros(2**22, np.uint8), threading.Event()
+
+    def give():
+        while not ended.is_set():
+            give_pages(memory.ctypes.data, memory.nbytes)
+
+    thread = threading.Thread(target=give)
+    thread.start()
+    try:
+        for turn in range(300):
+            memory[:: mmap.PAGESIZE] = turn % 251  # the very bytes that are written to
+            assert (memory[:: mmap.PAGESIZE] == turn % 251).all()
+    finally:
+        ended.set()
+        thread.join()
+    fresh = mmap.mmap(-1, 2**20)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(fresh))
+    assert give_pages(address, 2**20, ctypes.c_int32(1)) == 0
+    assert not any(pages_there(torch.frombuffer(fresh, dtype=torch.uint8)))
+    assert give_pages(address, 2**20) == 2**20
+    assert all(pages_there(torch.frombuffer(fresh, dtype=torch.uint8)))
 
 
 def test_no_pages_are_taken_ahead_of_the_last_free_memory(roomy, monkeypatch):

@@ -43,7 +43,7 @@ class Command:
 
 
 NO_FURTHER: Mapping[str, str] = {}
-READ_AHEAD_BY = ("gguf", "mmproj", "backbone", "revision", "dtype")  # settings and options of a model
+READ_AHEAD_BY = ("gguf", "mmproj", "backbone", "revision", "dtype", "memory", "format")  # settings and options of a model
 FLAG = re.compile(r"-[^\d.\s]\S*$")  # and no number
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 DTYPES = ("bfloat16", "float16", "float32")

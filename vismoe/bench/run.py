@@ -85,7 +85,8 @@ def _read_ahead(job: Job) -> dict[str, Any] | None:
     """What VisMoE's worker reads ahead, as its commands do; None: nothing."""
     if job.way != OURS:
         return None
-    settings: dict[str, Any] = {name: job.settings[name] for name in ("gguf", "mmproj", "backbone") if name in job.settings}
+    names = ("gguf", "mmproj", "backbone", "memory", "format")
+    settings: dict[str, Any] = {name: job.settings[name] for name in names if name in job.settings}
     return {"model": job.model, "revision": job.revision, "dtype": job.dtype, "device": job.device, **settings}
 
 

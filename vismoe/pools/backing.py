@@ -1,47 +1,54 @@
 """Pages for memory ahead of the first write to it.
 
 Memory gets its pages when it is first written: while an expert is read, or computed. In a virtual machine whose host had taken
-free memory back, a GB takes 0.5 to 1.5 s of a core (docs/benchmark.md). Cores that are idle while a model's other weights load
-can do it before; what is left, they do beside the first requests.
+free memory back, a GB takes 0.5 to 2 s of a core (docs/benchmark.md). Cores that are idle while libraries are imported and a
+model's other weights load can do it before; what is left, they do beside the first requests.
 """
 
 import contextlib
-import itertools
+import ctypes
+import mmap
+import os
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from vismoe.kernels.pages import give_pages
 from vismoe.machine.hardware import cores, host_memory
-from vismoe.pools.advice import POPULATE_WRITE, advise
+from vismoe.pools.advice import HUGEPAGE, advise
+from vismoe.pools.paged_tensor import MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVATE
 
 LEAST_BYTES = 64 * 2**20  # of memory that is worth the threads
-PIECE_BYTES = 4 * 2**20  # between two pieces other threads can change the process's memory
+PIECE_BYTES = 32 * 2**20  # between two pieces a thread looks at how much memory is free
 SPARE_BYTES = 2**28  # of free memory that stay: what loading takes for a moment is in no plan
 MOST_THREADS = 4
+NICE = 10  # such a thread takes an idle core, and a tenth of one that others want
 
 
 class Backing:
-    """Threads that have the system allocate the pages of `memory`, in host memory, from its first byte on.
+    """Threads that let `nbytes` of host memory, from the start of a page, have their pages, from the first one on.
 
-    They end when this object goes, where the system refuses, and where hardly any memory is free.
+    They end when this object goes, when `owner` does, with which the memory goes, and where hardly any memory is free.
     """
 
-    def __init__(self, memory: torch.Tensor):
-        self._stopped = threading.Event()
-        weakref.finalize(self, self._stopped.set)
-        work = weakref.ref(memory), itertools.count(0, PIECE_BYTES), self._stopped
+    def __init__(self, owner: Any, address: int, nbytes: int):
+        self._stopped, self._done = ctypes.c_int32(), list[int]()
+        weakref.finalize(self, _stop, self._stopped)
+        begins = iter(range(0, nbytes if nbytes >= LEAST_BYTES else 0, PIECE_BYTES))
+        work = weakref.ref(owner), address, nbytes, begins, self._stopped, self._done
         self._threads: list[threading.Thread] = []
         with contextlib.suppress(RuntimeError):  # no more threads may be started: fewer do it
-            for _ in range(min(MOST_THREADS, max(1, cores() - 1)) if memory.nbytes >= LEAST_BYTES else 0):
+            for _ in range(min(MOST_THREADS, cores()) if nbytes >= LEAST_BYTES else 0):
                 thread = threading.Thread(target=_back, args=work, name="vismoe-backing", daemon=True)
                 thread.start()
                 self._threads.append(thread)
 
     def stop(self) -> None:
         """End the threads: when this returns, no page is allocated ahead any more."""
-        self._stopped.set()
+        _stop(self._stopped)
         self.wait()
 
     def wait(self) -> None:
@@ -49,12 +56,57 @@ class Backing:
         for thread in self._threads:
             thread.join()
 
+    def backed_bytes(self) -> int:
+        """Of memory that has its pages; exact once the threads have ended."""
+        return sum(self._done)
 
-def _back(memory: "weakref.ref[torch.Tensor]", begins: Iterator[int], stopped: threading.Event) -> None:
+
+def _stop(stopped: ctypes.c_int32) -> None:
+    stopped.value = 1
+
+
+def _back(
+    owner: "weakref.ref[Any]", address: int, nbytes: int, begins: Iterator[int], stopped: ctypes.c_int32, done: list[int]
+) -> None:
+    thread = os.PRIO_PROCESS, threading.get_native_id()  # Linux counts a thread as a process here
+    os.setpriority(*thread, max(NICE, os.getpriority(*thread)))
     for begin in begins:
-        held = memory()
-        if stopped.is_set() or held is None or begin >= held.nbytes or host_memory()[0] < SPARE_BYTES:
+        held = owner()
+        if stopped.value or held is None or host_memory()[0] < SPARE_BYTES:
             return
-        if not advise(held.data_ptr() + begin, min(PIECE_BYTES, held.nbytes - begin), POPULATE_WRITE):
-            return
+        done.append(give_pages(address + begin, min(PIECE_BYTES, nbytes - begin), stopped))
         del held
+
+
+class EarlyMemory:
+    """Addresses for `most_bytes` of host memory, of which the first `wanted_bytes` get their pages, before it is known how many
+    are needed."""
+
+    def __init__(self, most_bytes: int, wanted_bytes: int):
+        """Raises OSError where the system has no addresses."""
+        flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
+        self._memory: mmap.mmap | None = mmap.mmap(-1, most_bytes, flags=flags)  # which takes no memory until it is written
+        first = ctypes.c_char.from_buffer(self._memory)
+        address = ctypes.addressof(first)
+        del first  # or the addresses could not be given back
+        advise(address, most_bytes, HUGEPAGE)
+        self._backing = Backing(self._memory, address, wanted_bytes)
+
+    def backed_bytes(self) -> int:
+        """Of memory that has pages, and was not taken. It gets no more of them, until it is taken."""
+        self._backing.stop()
+        return self._backing.backed_bytes() if self._memory is not None else 0
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """uint8 `[nbytes]` from the start of a page, once, with the rest given back; None where there are fewer, or none."""
+        self._backing.stop()
+        memory, self._memory = self._memory, None
+        if memory is None or nbytes > len(memory):
+            return None
+        memory.resize(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+    def free(self) -> None:
+        """Give all of it back that was not taken."""
+        self._backing.stop()
+        self._memory = None

@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from vismoe.errors import TransferError
-from vismoe.pools.advice import POPULATE_WRITE, advise
+from vismoe.kernels.pages import give_pages
 
 PIECE_BYTES = 2**30
 THREADS = 8
@@ -56,8 +56,7 @@ def _pieces(records: torch.Tensor) -> list[torch.Tensor]:
 
 def _give_pages(piece: torch.Tensor) -> torch.Tensor:
     """The piece, all of whose pages exist now."""
-    if not advise(piece.data_ptr(), -(-piece.numel() // mmap.PAGESIZE) * mmap.PAGESIZE, POPULATE_WRITE):  # the last page, too
-        piece.view(-1)[:: mmap.PAGESIZE].fill_(0)
+    give_pages(piece.data_ptr(), piece.numel())
     return piece
 
 

@@ -8,6 +8,7 @@ compute from any address. The page table, not the pool, knows which expert a sla
 
 import mmap
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ class SlabPool:
     """`slabs` blocks of one record layout on one device; `page_locked` host memory for fast copies to a GPU.
 
     With `aliased=True` the pool owns no bytes: each slab shows a record that was aliased into it (an emulated device tier on a
-    machine without a device, where slabs are the host tier's records).
+    machine without a device, where slabs are the host tier's records). `early` may have memory of so many bytes, in host memory,
+    whose first pages are there already.
     """
 
     precision: np.ndarray | None = None  # None: one format in all slabs; `Slabs` combines pools of several formats
@@ -34,11 +36,14 @@ class SlabPool:
         device: torch.device | str = "cpu",
         page_locked: bool = False,
         aliased: bool = False,
+        early: Callable[[int], torch.Tensor | None] | None = None,
     ):
         self.layout, self.capacity, self.aliased = layout, slabs, aliased
         nbytes = 0 if aliased else slabs * layout.record_bytes
         boundary = max(BLOCK_BYTES, mmap.PAGESIZE)  # pages are locked
-        memory = in_huge_pages(torch.empty(nbytes + boundary, dtype=torch.uint8, device=device))
+        memory = early(nbytes + boundary) if early is not None and nbytes else None
+        if memory is None:
+            memory = in_huge_pages(torch.empty(nbytes + boundary, dtype=torch.uint8, device=device))
         start = -memory.data_ptr() % boundary
         self.buffer = memory[start : start + nbytes].view(-1, layout.record_bytes)
         if page_locked:
@@ -46,8 +51,8 @@ class SlabPool:
         # Slabs of ordinary memory can give their pages back, and get empty ones with the next write.
         on_host = self.buffer.device.type == "cpu" and not (page_locked or aliased)
         self.elastic = on_host and sys.platform == "linux"
-        self._backing = Backing(self.buffer) if self.elastic else None
         self._first = memory.data_ptr() + start  # where the first slab begins
+        self._backing = Backing(self.buffer, self._first, nbytes) if self.elastic else None
         self.addresses = self._first + layout.record_bytes * np.arange(slabs)  # int64 [S], of records, on the pool's device
         self._views: list[dict[str, torch.Tensor]] = [{} for _ in range(slabs)]
         if not (aliased or layout.room_bytes):

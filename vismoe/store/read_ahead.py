@@ -1,14 +1,16 @@
 """Reads from disk while libraries are imported: what a model needs of its checkpoint beside the routed experts.
 
 To import torch and transformers takes seconds of one core, in which the disk and other cores have nothing to do. Threads read
-large tensors meanwhile, into the memory that they will stay in: neither their bytes nor its pages are waited for later. Loading
-does not depend on it. It asks here for each tensor before it reads one (`tensor_reads.read_new`), gets those whose file is still
-in the state in which it was read, and finds what is wrong with a file by itself.
+large tensors meanwhile, into the memory that they will stay in: neither their bytes nor its pages are waited for later. Other
+threads let memory for slabs have its pages (`pools/backing.py`), as much as the plan will probably want. Loading does not depend
+on either. It asks here for each tensor before it reads one (`tensor_reads.read_new`), gets those whose file is still in the state
+in which it was read, and finds what is wrong with a file by itself.
 """
 
 import contextlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -18,9 +20,13 @@ from typing import Any
 
 import torch
 
-from vismoe.errors import CheckpointError
-from vismoe.machine.hardware import host_memory
+from vismoe.config import Budget
+from vismoe.errors import CheckpointError, ConfigError
+from vismoe.machine.hardware import cores, host_memory
+from vismoe.pair import BITS, Format
+from vismoe.planning.case import AUTO_SHARE
 from vismoe.pools.advice import in_huge_pages
+from vismoe.pools.backing import LEAST_BYTES, EarlyMemory
 from vismoe.store.file_state import FileState
 from vismoe.store.files import CheckpointFiles, OpenFiles
 from vismoe.store.gguf_header import GGUF, GgufHeader, read_gguf_headers
@@ -28,11 +34,14 @@ from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read
 
 LARGE_BYTES = 2**20  # of a tensor that is worth it
 SHARE = 0.5  # of free memory to read into, before a plan says what it is for
+SLABS_SHARE = 0.85  # of the memory that a plan has beside these tensors; what a prompt computes takes the rest
 THREADS = 2  # one copies out of its bounce buffer while the disk fills the other's
 PIECE_BYTES = 2**26  # between two of them a thread can be told to give up
-# Routed experts; routers and embeddings, which loading may make others of or leave on disk; the layer that drafts.
-LEFT_OUT = re.compile(r"\.experts\.|_exps\.|mlp\.gate\.|embed_tokens|\bmtp\.")
+EXPERTS = re.compile(r"\.experts\.|_exps\.")  # that are routed
+# Beside those routers and embeddings, which loading may make others of or leave on disk, and the layer that drafts.
+LEFT_OUT = re.compile(rf"{EXPERTS.pattern}|mlp\.gate\.|embed_tokens|\bmtp\.")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
+SIXTEEN = 16  # bits of a number that formats make smaller
 MOST_DIMENSIONS = 2  # experts may have any name, but those of a layer in one tensor have three
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Loading says what is wrong; torch raises RuntimeError where it gets no memory.
@@ -46,11 +55,14 @@ Key = tuple[FileState, int, int]  # of a tensor: its file in one state, its offs
 @dataclass(frozen=True)
 class WeightFiles:
     """The weight files of a model, and what it makes of them. dtype: of the model's numbers, e.g. bfloat16, into which those of
-    safetensors files are cast; layers: of its decoder, behind which a file may have more. None: not known."""
+    safetensors files are cast; layers: of its decoder, behind which a file may have more. None: not known. memory, format: as
+    in `Settings`, of which slabs are made."""
 
     paths: tuple[Path, ...] = ()
     dtype: str | None = None
     layers: int | None = None
+    memory: str | int = "auto"
+    format: str = "auto"
 
     @classmethod
     def of(
@@ -63,6 +75,8 @@ class WeightFiles:
         dtype: str | None = None,
         device: str = "cpu",
         backbone: str = "own",
+        memory: str | int = "auto",
+        format: str = "auto",
     ) -> "WeightFiles":
         """Of a folder, a hub name or a GGUF file, as far as they are on this machine; loading looks more closely. None: the
         bundled model, which is small. None of them for another device, or with linear layers from a packed store."""
@@ -70,7 +84,8 @@ class WeightFiles:
             return cls()
         gguf = model if model is not None and model.endswith(GGUF) else gguf
         if gguf is not None:
-            return cls(tuple(Path(name).expanduser() for name in (gguf, mmproj) if name is not None))
+            paths = tuple(Path(name).expanduser() for name in (gguf, mmproj) if name is not None)
+            return cls(paths, memory=memory, format=format)
         try:
             folder = _folder_of(model, revision)
             if folder is None:
@@ -82,7 +97,7 @@ class WeightFiles:
             config = json.loads((folder / "config.json").read_bytes())
             text = {**config, **(config.get("text_config") or {})}
             stated = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-            return cls(tuple(folder / name for name in names), dtype or stated, text.get("num_hidden_layers"))
+            return cls(tuple(folder / name for name in names), dtype or stated, text.get("num_hidden_layers"), memory, format)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):  # loading says what is wrong with these files
             return cls()
 
@@ -95,6 +110,20 @@ class WeightFiles:
                     left_bytes -= entry.nbytes
                     found.append((file, entry))
         return found
+
+    def slab_bytes(self, headers: Sequence[SafetensorsHeader], tensor_bytes: int, free_bytes: int) -> tuple[int, int]:
+        """(the most that slabs of the experts can take, what the plan will probably give them) where other tensors take so many
+        bytes and so many are free."""
+        tensors = [tensor for header in headers for tensor in header.tensors.items()]
+        experts_bytes = sum(entry.nbytes for name, entry in tensors if EXPERTS.search(name) or len(entry.shape) > MOST_DIMENSIONS)
+        try:
+            bits = BITS[None if self.format == "auto" else Format(self.format)] or SIXTEEN
+            budget = Budget() if self.memory == "auto" else Budget.parse(self.memory)
+        except (ConfigError, ValueError):  # loading says what is wrong
+            return 0, 0
+        wanted_bytes = int(experts_bytes * bits / SIXTEEN * (budget.expert_share or 1))
+        left_bytes = min(free_bytes, budget.total_bytes or int(AUTO_SHARE * free_bytes)) - tensor_bytes
+        return experts_bytes + experts_bytes // 8, max(0, min(wanted_bytes, int(SLABS_SHARE * left_bytes)))
 
     def _stays(self, name: str, entry: TensorEntry, in_gguf: bool) -> bool:
         """Whether the model holds the bytes of this tensor, and they are many."""
@@ -116,11 +145,13 @@ def _folder_of(model: str | None, revision: str | None) -> Path | None:
 
 
 class ReadAhead:
-    """Threads that read large tensors of weight files, as many as fit into `most_bytes`, until they are stopped."""
+    """Threads that read large tensors of weight files, as many as fit into `most_bytes`, until they are stopped, and memory for
+    slabs, which gets its pages until it is taken."""
 
     def __init__(self, weights: WeightFiles, most_bytes: int):
         self._stopped, self._given_up = threading.Event(), threading.Event()
         self._found: dict[Key, torch.Tensor] = {}
+        self._slabs: EarlyMemory | None = None
         self._threads: list[threading.Thread] = []
         self._start(self._run, weights, most_bytes)
 
@@ -135,11 +166,23 @@ class ReadAhead:
         self._given_up.set()
         self.stop()
         self._found.clear()
+        if self._slabs is not None:
+            self._slabs.free()
 
     def held_bytes(self) -> int:
         """Of what was read, and not taken yet. Nothing is read ahead any more."""
         self.stop()
         return sum(tensor.nbytes for tensor in self._found.values())
+
+    def backed_bytes(self) -> int:
+        """Of memory for slabs that has its pages, and was not taken yet. Nothing is done ahead any more."""
+        self.stop()
+        return self._slabs.backed_bytes() if self._slabs is not None else 0
+
+    def take_memory(self, nbytes: int) -> torch.Tensor | None:
+        """uint8 `[bytes]` for slabs, once, if there is as much. Nothing is read ahead any more."""
+        self.stop()
+        return self._slabs.take(nbytes) if self._slabs is not None else None
 
     def take(self, key: Key) -> torch.Tensor | None:
         """uint8 `[bytes]`, once. Nothing is read ahead any more: the caller reads the rest."""
@@ -155,11 +198,19 @@ class ReadAhead:
     def _run(self, weights: WeightFiles, most_bytes: int) -> None:
         with contextlib.suppress(*FAILURES):
             headers = [header for path in weights.paths for header in headers_of(path)]
-            wanted = iter(weights.large_tensors(headers, most_bytes))
-            files = CheckpointFiles(headers).for_loading(True, 1)
+            tensors = weights.large_tensors(headers, most_bytes)
+            self._begin_slabs(weights, headers, sum(entry.nbytes for _, entry in tensors))
+            wanted, files = iter(tensors), CheckpointFiles(headers).for_loading(True, 1)
             for _ in range(THREADS - 1):
                 self._start(self._read, files, wanted)
             self._read(files, wanted)
+
+    def _begin_slabs(self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], tensor_bytes: int) -> None:
+        free_bytes, total_bytes = host_memory()
+        most_bytes, wanted_bytes = weights.slab_bytes(headers, tensor_bytes, free_bytes)
+        if wanted_bytes >= LEAST_BYTES and cores() > 1 and sys.platform == "linux":
+            with contextlib.suppress(OSError):  # there are no addresses
+                self._slabs = EarlyMemory(min(most_bytes, total_bytes), wanted_bytes)
 
     def _read(self, files: OpenFiles, wanted: Iterator[tuple[int, TensorEntry]]) -> None:
         with contextlib.suppress(*FAILURES):
@@ -204,6 +255,18 @@ def held_bytes() -> int:
     """Of what was read ahead in this context; nothing is any more."""
     reading = _READING.get()
     return reading.held_bytes() if reading is not None else 0
+
+
+def backed_bytes() -> int:
+    """Of memory for slabs that has its pages in this context; nothing is done ahead any more."""
+    reading = _READING.get()
+    return reading.backed_bytes() if reading is not None else 0
+
+
+def take_memory(nbytes: int) -> torch.Tensor | None:
+    """uint8 `[bytes]` for slabs, whose first pages are there, if there is as much in this context."""
+    reading = _READING.get()
+    return reading.take_memory(nbytes) if reading is not None else None
 
 
 def take(state: FileState, offset_bytes: int, nbytes: int) -> torch.Tensor | None:

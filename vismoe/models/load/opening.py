@@ -52,7 +52,7 @@ from vismoe.store.expert_store import Reads, StoreOnDisk, Stores
 from vismoe.store.index import command
 from vismoe.store.packed import PackedStore, find_store, formats_in, store_beside
 from vismoe.store.packed_linears import PackedLinears
-from vismoe.store.read_ahead import held_bytes
+from vismoe.store.read_ahead import backed_bytes, held_bytes
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair, RecordLayout
 
 K = TypeVar("K")
@@ -195,13 +195,14 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
         try:
             calibration = Calibration.find(source.paths[0].parent, settings)
             curves, why_not = calibration.drafts if calibration is not None else None, ""
-            table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, probe(device)
+            table = table_bytes(model) if table_of(model, source.headers) else 0
+            ahead, hardware = (held_bytes(), backed_bytes()), probe(device)  # in this order: both end with it
             if settings.draft == "auto":
                 stores, experts, why_not = _with_weighed_draft(model, source, stores, experts, curves, settings, device)
             unpacked = experts
             try:
                 needs = needs_of(model, experts, stores.reads, calibration, settings, device)
-                hardware = _with_read_ahead(hardware, needs)
+                hardware = _with_read_ahead(hardware, needs, *ahead)
                 reading, stores, experts = _read(model, needs, stores, experts, backbone, settings, hardware, table)
                 unpaid = _not_worth(reading.plan, experts, curves, settings)
             except (BudgetError, ConfigError) as error:
@@ -224,11 +225,12 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
     return Configuration(source, needs, hardware, device, calibration, table, settings, stores, experts, backbone, reading)
 
 
-def _with_read_ahead(hardware: Hardware, needs: Footprint) -> Hardware:
-    """The same, of which what was read ahead takes nothing, as far as it can be part of what is needed beside the experts."""
+def _with_read_ahead(hardware: Hardware, needs: Footprint, tensor_bytes: int, slab_bytes: int) -> Hardware:
+    """The same, of which what was read ahead takes nothing, as far as it can be part of what is needed beside the experts, and
+    neither does memory for slabs that has its pages."""
     if hardware.device != "cpu":
         return hardware
-    free_bytes = hardware.free_bytes + min(held_bytes(), sum(nbytes for _, nbytes in needs.backbone))
+    free_bytes = hardware.free_bytes + min(tensor_bytes, sum(nbytes for _, nbytes in needs.backbone)) + slab_bytes
     return dataclasses.replace(hardware, free_bytes=free_bytes, free_host_bytes=free_bytes)
 
 

@@ -57,6 +57,7 @@ from vismoe.precision.controller import Precision
 from vismoe.precision.hotness import Hotness
 from vismoe.precision.policy import Policy
 from vismoe.store.expert_store import ExpertStore, StoreOnDisk
+from vismoe.store.read_ahead import take_memory
 from vismoe.threads import waiting
 from vismoe.types import HIGH
 
@@ -342,9 +343,10 @@ def pools_of(configuration: Configuration) -> Pools:
     for layer in inventory.layers[: plan.pinned_layers]:
         pinned[layer.geometry] += layer.num_experts
     aliased = configuration.settings.emulated_link_bytes_per_s is not None
+    early = take_memory if device.type == "cpu" else None
     pools = []
     for geometry, layout in enumerate(inventory.layouts):
-        pools.append([SlabPool(layout, plan.slabs[geometry] + pinned[geometry], device, aliased=aliased)])
+        pools.append([SlabPool(layout, plan.slabs[geometry] + pinned[geometry], device, aliased=aliased, early=early)])
         if inventory.low_layouts:
             pools[-1].append(SlabPool(inventory.low_layouts[geometry], plan.low_slabs[geometry], device, aliased=aliased))
     return pools

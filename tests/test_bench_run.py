@@ -229,12 +229,12 @@ def test_bytes_that_loading_reads_are_counted(monkeypatch):
 def test_the_worker_of_vismoe_is_told_what_to_read_ahead_while_it_imports():
     """As its commands: on the CPU, what the checkpoint has as it will be held."""
     body = "out.write_text(json.dumps({'said': sys.argv[3:]}))"
-    settings = {"gguf": "m.gguf", "memory": "25%"}
+    settings = {"gguf": "m.gguf", "memory": "25%", "format": "int8", "context": 256}
 
     def files(**other):
         return [WeightFiles.of(**json.loads(said)) for said in run_job(replace(JOB, **other), Groups(None), script(body))["said"]]
 
-    assert files(settings=settings) == [WeightFiles((Path("m.gguf"),))]
+    assert files(settings=settings) == [WeightFiles((Path("m.gguf"),), memory="25%", format="int8")]
     assert files(settings={**settings, "backbone": "int8"}) == files(settings=settings, device="cuda:0") == [WeightFiles()]
     assert files(settings=settings, way="accelerate") == []
 

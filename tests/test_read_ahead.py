@@ -294,27 +294,26 @@ def test_what_was_read_ahead_is_free_memory_to_the_plan(tmp_path, of_any_size):
 
 
 def slab_bytes(checkpoint, tensors_mb=0, free_mb=1000, **settings):
-    """(most, wanted) memory for the slabs of 2 MB of experts in one file and 1 MB in a tensor of three dimensions."""
-    most, wanted = WeightFiles.of(str(checkpoint.parent), **settings).slab_bytes(
-        [read_header(checkpoint)], tensors_mb * MB, free_mb * MB
-    )
-    assert most == 3 * MB + 3 * MB // 8
-    return wanted / MB
+    """(most, wanted) MB of memory for the slabs of 2 MB of experts in one file and 1 MB in a tensor of three dimensions."""
+    files = WeightFiles.of(str(checkpoint.parent), **settings)
+    most, wanted = files.slab_bytes([read_header(checkpoint)], tensors_mb * MB, free_mb * MB)
+    return most / MB, wanted / MB
 
 
 def test_how_much_memory_slabs_will_want(checkpoint):
-    assert slab_bytes(checkpoint) == 3, "all experts"
-    assert slab_bytes(checkpoint, memory="50%") == 1.5 and slab_bytes(checkpoint, format="int4") == 0.75
-    assert slab_bytes(checkpoint, memory="25%", format="lossless") == 0.75
-    share = read_ahead.SLABS_SHARE
-    assert slab_bytes(checkpoint, tensors_mb=1, memory="3MiB") == int(share * 2 * MB) / MB, "beside the other tensors"
-    assert slab_bytes(checkpoint, tensors_mb=1, memory=str(3 * MB)) == int(share * 2 * MB) / MB
-    assert slab_bytes(checkpoint, tensors_mb=4, memory="3MiB") == 0
-    assert slab_bytes(checkpoint, free_mb=2) == int(share * int(1.6 * MB)) / MB, "of what a plan takes by itself"
-    assert slab_bytes(checkpoint, free_mb=1, memory="3MiB") == int(share * MB) / MB, "loading says that it is too much"
+    share, room = read_ahead.SLABS_SHARE, read_ahead.ROOM
+    assert slab_bytes(checkpoint) == (3 * room, 3), "all experts"
+    assert slab_bytes(checkpoint, memory="50%") == (1.5 * room, 1.5)
+    assert slab_bytes(checkpoint, format="int4") == (0.75 * room, 0.75)
+    assert slab_bytes(checkpoint, memory="50%", format="int4") == (0.75 * room, 0.75), "a share of what the file holds"
+    assert slab_bytes(checkpoint, memory="25%", format="lossless") == (0.75 * room, 0.75)
+    for memory in ("3MiB", str(3 * MB), 3 * MB):
+        assert slab_bytes(checkpoint, tensors_mb=1, memory=memory) == (3, int(share * 2 * MB) / MB), "beside other tensors"
+    assert slab_bytes(checkpoint, tensors_mb=4, memory="3MiB") == (3, 0)
+    assert slab_bytes(checkpoint, free_mb=2) == (int(1.6 * MB) / MB, int(share * int(1.6 * MB)) / MB), "what a plan takes"
+    assert slab_bytes(checkpoint, free_mb=1, memory="3MiB") == (1, int(share * MB) / MB), "loading says that it is too much"
     for wrong in ({"memory": "much"}, {"memory": "0%"}, {"format": "int3"}):
-        files = WeightFiles.of(str(checkpoint.parent), **wrong)
-        assert files.slab_bytes([read_header(checkpoint)], 0, 1000 * MB) == (0, 0)
+        assert slab_bytes(checkpoint, **wrong) == (0, 0)
 
 
 @pytest.fixture
@@ -328,8 +327,8 @@ def small_pools(monkeypatch):
     taken, real = [], backing.EarlyMemory.take
 
     def take(self, nbytes):
-        found = real(self, nbytes)
-        taken.append((nbytes, found is not None))
+        backed_bytes, found = self.backed_bytes(), real(self, nbytes)
+        taken.append((backed_bytes / nbytes, found is not None))
         return found
 
     monkeypatch.setattr(backing.EarlyMemory, "take", take)
@@ -343,13 +342,25 @@ def test_a_model_pages_experts_into_memory_that_had_its_pages(memory, tmp_path, 
     ids = torch.arange(1, 20)[None]
     with reading_ahead(WeightFiles.of(str(tmp_path), memory=memory)):
         finished()
+        read_ahead._READING.get()._slabs._backing.wait()
         model = tiny_models.model_class(folder).from_pretrained(folder, quantization_config=config).eval()
         expected = tiny_models.reference(folder, torch.bfloat16)
         with torch.inference_mode():
             assert torch.equal(model(ids).logits, expected(ids).logits)
-        assert len(small_pools) == 1 and small_pools[0][1] and backed_bytes() == 0
+        ((backed, took),) = small_pools
+        assert took and backed > 0.5 and backed_bytes() == 0
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, expected(ids).logits), "it is the pool's memory now"
+
+
+@pytest.mark.parametrize(("ranks", "cores"), [("2", 2), ("1", 1)])
+def test_processes_that_share_the_memory_and_a_core_alone_reserve_none(ranks, cores, tmp_path, small_pools, monkeypatch):
+    tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(read_ahead, "cores", lambda: cores)
+    with reading_ahead(WeightFiles.of(str(tmp_path), memory="100%")):
+        finished()
+        assert read_ahead._READING.get()._slabs is None and backed_bytes() == 0
 
 
 def test_memory_for_slabs_is_given_back_where_loading_fails_or_takes_none(tmp_path, of_any_size, small_pools):

@@ -1,4 +1,4 @@
-"""What the system is told about memory: which it shall back with huge pages, or take pages from.
+"""What the system is told about memory: which it shall back with huge pages, give pages now, or take pages from.
 
 A page of 2 MiB has one entry in the processor's address cache where 512 pages of 4 KiB have 512, and prefetchers end at the end
 of a page: a core reads large weights 1.2 to 1.4 times as fast from huge pages (docs/benchmark.md). A disk is given one address
@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-DONTNEED, HUGEPAGE, NOHUGEPAGE, PAGEOUT = 4, 14, 15, 21  # Linux's numbers; the last one since 5.4
+DONTNEED, HUGEPAGE, NOHUGEPAGE, PAGEOUT, POPULATE_WRITE = 4, 14, 15, 21, 23  # Linux's numbers; the last two since 5.4 and 5.14
 FEWEST_BYTES = 4 * 2**20  # of memory that is worth an entry of its own in the system's list
 HUGE_PAGE_BYTES = 2 * 2**20
 LEAST_HUGE_BYTES = 2**18  # of a buffer for reading that is worth a huge page

@@ -9,13 +9,16 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from vismoe.errors import ConfigError
 from vismoe.kernels.pages import give_pages
 from vismoe.machine.hardware import cores, host_memory
 from vismoe.pools.advice import HUGEPAGE, advise
@@ -25,6 +28,7 @@ LEAST_BYTES = 64 * 2**20  # of memory that is worth the threads
 PIECE_BYTES = 32 * 2**20  # between two pieces a thread looks at how much memory is free
 SPARE_BYTES = 2**28  # of free memory that stay: what loading takes for a moment is in no plan
 MOST_THREADS = 4
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 NICE = 10  # such a thread takes an idle core, and a tenth of one that others want
 
 
@@ -69,13 +73,23 @@ def _back(
     owner: "weakref.ref[Any]", address: int, nbytes: int, begins: Iterator[int], stopped: ctypes.c_int32, done: list[int]
 ) -> None:
     thread = os.PRIO_PROCESS, threading.get_native_id()  # Linux counts a thread as a process here
-    os.setpriority(*thread, max(NICE, os.getpriority(*thread)))
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.setpriority(*thread, max(NICE, os.getpriority(*thread)))
     for begin in begins:
         held = owner()
         if stopped.value or held is None or host_memory()[0] < SPARE_BYTES:
             return
-        done.append(give_pages(address + begin, min(PIECE_BYTES, nbytes - begin), stopped))
+        try:
+            done.append(give_pages(address + begin, min(PIECE_BYTES, nbytes - begin), stopped))
+        except ConfigError:  # the kernels are not built, or from other sources: loading says so
+            return
         del held
+
+
+def addresses_are_free() -> bool:
+    """Whether to reserve addresses takes nothing from others: no limit counts them. Linux."""
+    strict = OVERCOMMIT.is_file() and OVERCOMMIT.read_text().strip() == "2"
+    return not strict and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
 
 class EarlyMemory:
@@ -103,7 +117,10 @@ class EarlyMemory:
         memory, self._memory = self._memory, None
         if memory is None or nbytes > len(memory):
             return None
-        memory.resize(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        try:
+            memory.resize(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        except (OSError, BufferError):  # too many mappings; a debugger holds it
+            return None
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
     def free(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from vismoe.errors import TransferError
-from vismoe.kernels.pages import give_pages
+from vismoe.pools.advice import POPULATE_WRITE, advise
 
 PIECE_BYTES = 2**30
 THREADS = 8
@@ -56,7 +56,8 @@ def _pieces(records: torch.Tensor) -> list[torch.Tensor]:
 
 def _give_pages(piece: torch.Tensor) -> torch.Tensor:
     """The piece, all of whose pages exist now."""
-    give_pages(piece.data_ptr(), piece.numel())
+    if not advise(piece.data_ptr(), -(-piece.numel() // mmap.PAGESIZE) * mmap.PAGESIZE, POPULATE_WRITE):  # the last page, too
+        piece.view(-1)[:: mmap.PAGESIZE].fill_(0)
     return piece
 
 

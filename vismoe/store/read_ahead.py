@@ -9,6 +9,7 @@ in which it was read, and finds what is wrong with a file by itself.
 
 import contextlib
 import json
+import os
 import re
 import sys
 import threading
@@ -26,7 +27,7 @@ from vismoe.machine.hardware import cores, host_memory
 from vismoe.pair import BITS, Format
 from vismoe.planning.case import AUTO_SHARE
 from vismoe.pools.advice import in_huge_pages
-from vismoe.pools.backing import LEAST_BYTES, EarlyMemory
+from vismoe.pools.backing import LEAST_BYTES, EarlyMemory, addresses_are_free
 from vismoe.store.file_state import FileState
 from vismoe.store.files import CheckpointFiles, OpenFiles
 from vismoe.store.gguf_header import GGUF, GgufHeader, read_gguf_headers
@@ -42,6 +43,7 @@ EXPERTS = re.compile(r"\.experts\.|_exps\.")  # that are routed
 LEFT_OUT = re.compile(rf"{EXPERTS.pattern}|mlp\.gate\.|embed_tokens|\bmtp\.")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 SIXTEEN = 16  # bits of a number that formats make smaller
+ROOM = 1.25  # of a record's bytes, what a slab may take: blocks of a disk, and scales of integers
 MOST_DIMENSIONS = 2  # experts may have any name, but those of a layer in one tensor have three
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Loading says what is wrong; torch raises RuntimeError where it gets no memory.
@@ -121,9 +123,10 @@ class WeightFiles:
             budget = Budget() if self.memory == "auto" else Budget.parse(self.memory)
         except (ConfigError, ValueError):  # loading says what is wrong
             return 0, 0
-        wanted_bytes = int(experts_bytes * bits / SIXTEEN * (budget.expert_share or 1))
-        left_bytes = min(free_bytes, budget.total_bytes or int(AUTO_SHARE * free_bytes)) - tensor_bytes
-        return experts_bytes + experts_bytes // 8, max(0, min(wanted_bytes, int(SLABS_SHARE * left_bytes)))
+        held_bytes = int(experts_bytes * min(bits / SIXTEEN, budget.expert_share or 1))
+        all_bytes = min(free_bytes, budget.total_bytes or int(AUTO_SHARE * free_bytes))
+        wanted_bytes = max(0, min(held_bytes, int(SLABS_SHARE * (all_bytes - tensor_bytes))))
+        return min(int(held_bytes * ROOM), all_bytes), wanted_bytes
 
     def _stays(self, name: str, entry: TensorEntry, in_gguf: bool) -> bool:
         """Whether the model holds the bytes of this tensor, and they are many."""
@@ -206,11 +209,11 @@ class ReadAhead:
             self._read(files, wanted)
 
     def _begin_slabs(self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], tensor_bytes: int) -> None:
-        free_bytes, total_bytes = host_memory()
-        most_bytes, wanted_bytes = weights.slab_bytes(headers, tensor_bytes, free_bytes)
-        if wanted_bytes >= LEAST_BYTES and cores() > 1 and sys.platform == "linux":
+        most_bytes, wanted_bytes = weights.slab_bytes(headers, tensor_bytes, host_memory()[0])
+        alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"  # else the plan has a share of the memory
+        if wanted_bytes >= LEAST_BYTES and cores() > 1 and alone and sys.platform == "linux" and addresses_are_free():
             with contextlib.suppress(OSError):  # there are no addresses
-                self._slabs = EarlyMemory(min(most_bytes, total_bytes), wanted_bytes)
+                self._slabs = EarlyMemory(most_bytes, wanted_bytes)
 
     def _read(self, files: OpenFiles, wanted: Iterator[tuple[int, TensorEntry]]) -> None:
         with contextlib.suppress(*FAILURES):

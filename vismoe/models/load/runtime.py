@@ -343,10 +343,12 @@ def pools_of(configuration: Configuration) -> Pools:
     for layer in inventory.layers[: plan.pinned_layers]:
         pinned[layer.geometry] += layer.num_experts
     aliased = configuration.settings.emulated_link_bytes_per_s is not None
-    early = take_memory if device.type == "cpu" else None
+    slabs = [dynamic + fixed for dynamic, fixed in zip(plan.slabs, pinned, strict=True)]
+    sizes = [count * layout.record_bytes for count, layout in zip(slabs, inventory.layouts, strict=True)]
     pools = []
-    for geometry, layout in enumerate(inventory.layouts):
-        pools.append([SlabPool(layout, plan.slabs[geometry] + pinned[geometry], device, aliased=aliased, early=early)])
+    for geometry, (layout, nbytes) in enumerate(zip(inventory.layouts, sizes, strict=True)):
+        early = take_memory if device.type == "cpu" and nbytes == max(sizes) else None  # one pool can have it
+        pools.append([SlabPool(layout, slabs[geometry], device, aliased=aliased, early=early)])
         if inventory.low_layouts:
             pools[-1].append(SlabPool(inventory.low_layouts[geometry], plan.low_slabs[geometry], device, aliased=aliased))
     return pools

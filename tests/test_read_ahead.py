@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 from hub_cache import put
 from safetensors.torch import load_file, save_file
 
+import vismoe
 from vismoe import flags
 from vismoe.cli.main import command_parser
 from vismoe.config import Settings
@@ -408,6 +410,44 @@ def test_a_command_reads_ahead_what_loading_will_hold(given, begins, checkpoint,
         flags.load_engine(arguments, str(tmp_path))
     assert seen[1] is outer and (outer is not None) == begins and not is_reading()
     assert not any("read-ahead" in thread.name for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"memory": "1GiB", "format": "lossless"}, {"memory": "1GiB", "format": "lossless"}),
+        ({"dtype": torch.float16}, {"dtype": "float16"}),
+        ({"backbone": "int8"}, None),
+        ({"gguf": "m.gguf"}, {"gguf": "m.gguf"}),
+    ],
+)
+def test_load_reads_ahead_what_it_will_hold(given, expected, checkpoint, monkeypatch):
+    """Of what its settings say; within, the model is loaded as it was asked for."""
+    begun, asked = [], []
+    real = read_ahead.ReadAhead
+
+    def load(model, **given):
+        asked.append((model, given))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("vismoe.engine.engine.load", load)
+    monkeypatch.setattr(read_ahead, "ReadAhead", lambda files, most_bytes: begun.append(files) or real(files, most_bytes))
+    with pytest.raises(ConfigError, match="enough"):
+        vismoe.load(checkpoint.parent, device="cpu", **given)
+    assert begun == ([] if expected is None else [WeightFiles.of(str(checkpoint.parent), **expected)]) and not is_reading()
+    assert asked == [(checkpoint.parent, {"device": "cpu", "dtype": "auto", "revision": None, **given})]
+    for wrong in ({"memory": "much"}, {"device": "tpu"}, {"colour": "red"}):
+        with pytest.raises(ConfigError):
+            vismoe.load(checkpoint.parent, **wrong)
+
+
+def test_load_imports_nothing_heavy_before_it_is_called():
+    program = (
+        "import sys, vismoe; vismoe.load; print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_where_the_weights_are(checkpoint, tmp_path, monkeypatch):

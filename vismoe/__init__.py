@@ -16,8 +16,9 @@ from vismoe import torchvision_operators as _torchvision
 
 if TYPE_CHECKING:
     from vismoe.config import Settings
-    from vismoe.engine.engine import Engine, load
+    from vismoe.engine.engine import Engine
     from vismoe.engine.generate import Figures, Reply
+    from vismoe.engine.loading import load
     from vismoe.errors import VisMoEError
     from vismoe.models.inputs.tools import Tools
     from vismoe.models.load.quantizer import VisMoEConfig
@@ -49,7 +50,7 @@ _HOMES = {
     "Tools": "vismoe.models.inputs.tools",
     "VisMoEConfig": "vismoe.models.load.quantizer",
     "VisMoEError": "vismoe.errors",
-    "load": "vismoe.engine.engine",
+    "load": "vismoe.engine.loading",
     "runtime_of": "vismoe.models.load.runtime",
 }
 

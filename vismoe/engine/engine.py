@@ -68,12 +68,7 @@ def load(
     revision: str | None = None,
     **settings: Any,
 ) -> "Engine":
-    """An engine for a hub name or folder (None: the bundled demo model).
-
-    `settings` are those of `vismoe.config.Settings`, e.g. `memory="20GiB"` or `memory="25%"`; kernels default to `auto` here.
-    `gguf="FILE"` takes the weights from a GGUF file, and the rest from `model`, which then needs no weights.
-    `device` None takes a GPU where there is one. Raises UnsupportedModelError, CheckpointError, BudgetError or ConfigError.
-    """
+    """As `vismoe.load`, where what is read while libraries are imported was begun before, or nothing is."""
     model, chosen = with_gguf(model, Settings.of(**{**ENGINE_DEFAULTS, **settings}))
     name = str(folder_or_name(model if model is not None else demo_model()))
     place = str(torch_device(device))

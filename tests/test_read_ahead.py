@@ -437,6 +437,8 @@ def test_load_reads_ahead_what_it_will_hold(given, expected, checkpoint, monkeyp
         vismoe.load(checkpoint.parent, device="cpu", **given)
     assert begun == ([] if expected is None else [WeightFiles.of(str(checkpoint.parent), **expected)]) and not is_reading()
     assert asked == [(checkpoint.parent, {"device": "cpu", "dtype": "auto", "revision": None, **given})]
+    with pytest.raises(ConfigError, match="enough"):
+        vismoe.load(10**5000, device="cpu", dtype=10**5000)  # what is wrong is said where it is used
     for wrong in ({"memory": "much"}, {"device": "tpu"}, {"colour": "red"}):
         with pytest.raises(ConfigError):
             vismoe.load(checkpoint.parent, **wrong)
@@ -469,8 +471,11 @@ def test_where_the_weights_are(checkpoint, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["us/other", "not a name", "x" * 300, "a\0b", "\udc80"])
-@pytest.mark.parametrize("config", ["", "[]", '{"text_config": 3}', "{}"])
+@pytest.mark.parametrize(
+    "config", ["", "[]", '{"text_config": 3}', "[" * 100_000, "{}"], ids=["empty", "list", "number", "deep", "none"]
+)
 def test_a_name_or_a_configuration_that_means_nothing_is_left_to_loading(name, config, tmp_path):
     assert WeightFiles.of(name).paths == ()
+    assert WeightFiles.of(None, gguf="~nobody-of-this-name/m.gguf").paths == ()
     (tmp_path / "config.json").write_text(config)
     assert WeightFiles.of(str(tmp_path)) == (WeightFiles((tmp_path / "model.safetensors",)) if config == "{}" else WeightFiles())

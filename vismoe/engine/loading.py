@@ -26,13 +26,16 @@ def load(
     `device` None takes a GPU where there is one. Raises UnsupportedModelError, CheckpointError, BudgetError or ConfigError.
     """
     chosen = Settings.of(**{**ENGINE_DEFAULTS, **settings})
+    import torch
+
     from vismoe.machine.hardware import torch_device
     from vismoe.store.read_ahead import WeightFiles, reading_ahead
 
+    name = str(model) if isinstance(model, str | Path) else None  # the engine refuses what is no name, and no type
     held = {name: getattr(chosen, name) for name in ("gguf", "mmproj", "backbone", "memory", "format")}
-    named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-    name = str(model) if model is not None else None
-    with reading_ahead(WeightFiles.of(name, revision=revision, dtype=named, device=torch_device(device).type, **held)):
+    if isinstance(dtype, str | torch.dtype) and dtype != "auto":
+        held["dtype"] = str(dtype).removeprefix("torch.")
+    with reading_ahead(WeightFiles.of(name, revision=revision, device=torch_device(device).type, **held)):
         from vismoe.engine import engine
 
         return engine.load(model, device=device, dtype=dtype, revision=revision, **settings)

@@ -85,10 +85,10 @@ class WeightFiles:
         if device != "cpu" or backbone != "own":
             return cls()
         gguf = model if model is not None and model.endswith(GGUF) else gguf
-        if gguf is not None:
-            paths = tuple(Path(name).expanduser() for name in (gguf, mmproj) if name is not None)
-            return cls(paths, memory=memory, format=format)
         try:
+            if gguf is not None:
+                paths = tuple(Path(name).expanduser() for name in (gguf, mmproj) if name is not None)
+                return cls(paths, memory=memory, format=format)
             folder = _folder_of(model, revision)
             if folder is None:
                 return cls()
@@ -100,7 +100,8 @@ class WeightFiles:
             text = {**config, **(config.get("text_config") or {})}
             stated = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
             return cls(tuple(folder / name for name in names), dtype or stated, text.get("num_hidden_layers"), memory, format)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # loading says what is wrong with these files
+        # Loading says what is wrong with these files; RuntimeError: a home that is not known, JSON that is too deep.
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):
             return cls()
 
     def large_tensors(self, headers: Sequence[SafetensorsHeader], most_bytes: int) -> list[tuple[int, TensorEntry]]:

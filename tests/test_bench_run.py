@@ -234,7 +234,7 @@ def test_the_worker_of_vismoe_is_told_what_to_read_ahead_while_it_imports():
     def files(**other):
         return [WeightFiles.of(**json.loads(said)) for said in run_job(replace(JOB, **other), Groups(None), script(body))["said"]]
 
-    assert files(settings=settings) == [WeightFiles((Path("m.gguf"),), memory="25%", format="int8")]
+    assert files(settings=settings) == [WeightFiles((Path("m.gguf"),), memory="25%", format="int8", in_place=False)]
     assert files(settings={**settings, "backbone": "int8"}) == files(settings=settings, device="cuda:0") == [WeightFiles()]
     assert files(settings=settings, way="accelerate") == []
 

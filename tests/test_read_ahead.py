@@ -1,12 +1,15 @@
 """What is read from disk while libraries are imported: large tensors beside the routed experts, until loading asks for one."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
 from contextvars import copy_context
+from dataclasses import replace
+from pathlib import Path
 
 import gguf_files
 import pytest
@@ -17,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import vismoe
 from vismoe import flags
-from vismoe.cli.main import command_parser
-from vismoe.config import Settings
+from vismoe.cli.main import command_parser, main
+from vismoe.config import READ_AHEAD_BY, Settings
 from vismoe.errors import BudgetError, ConfigError
 from vismoe.models.load import opening, quantizer
 from vismoe.models.load.gguf import GgufWeights, load_gguf
@@ -27,10 +30,11 @@ from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
 from vismoe.planning.needs import Hardware
 from vismoe.pools import backing
-from vismoe.store import read_ahead
+from vismoe.store import early_experts, read_ahead
+from vismoe.store.early_experts import EarlyRecords, early_records
 from vismoe.store.files import CheckpointFiles
 from vismoe.store.read_ahead import WeightFiles, backed_bytes, forget, headers_of, held_bytes, is_reading, reading_ahead, take
-from vismoe.store.safetensors_header import read_header
+from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read_header
 from vismoe.store.tensor_reads import read_new
 
 MB = 2**20
@@ -58,9 +62,11 @@ def checkpoint(tmp_path):
 
 def finished():
     """Waits until everything is read."""
-    for thread in read_ahead._READING.get()._threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    reading = read_ahead._READING.get()
+    for threads in (reading._threads, reading._filling):  # those start these
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def ahead(checkpoint, most_bytes=10 * MB):
@@ -353,6 +359,216 @@ def test_a_model_pages_experts_into_memory_that_had_its_pages(memory, tmp_path, 
         assert took and backed > 0.5 and backed_bytes() == 0
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, expected(ids).logits), "it is the pool's memory now"
+
+
+def reading_and_loading(folder, meanwhile=lambda: None, gguf=None, **settings):
+    """(the pager of a model that was loaded while its experts were read ahead, its logits, and those of one without)."""
+    ids = torch.arange(1, 20)[None]
+    settings = Settings.of(**{"memory": "100%", "kernels": "torch", "context": 256, "gguf": gguf} | settings)
+
+    def opened():
+        quantization = VisMoEConfig(**vars(settings))
+        if gguf is None:
+            model = tiny_models.model_class(folder).from_pretrained(folder, quantization_config=quantization)
+        else:
+            weights = GgufWeights(str(folder), read_config(folder), settings, [])
+            kind = tiny_models.model_class(folder)
+            model = load_gguf(weights, kind, torch.bfloat16, None, quantization_config=quantization)
+        with torch.inference_mode():
+            return runtime_of(model).pager, model.eval()(ids).logits
+
+    def opened_ahead():
+        finished()
+        meanwhile()
+        return opened()
+
+    told = {name: getattr(settings, name) for name in READ_AHEAD_BY}
+    with reading_ahead(WeightFiles.of(str(folder), **told)):
+        pager, logits = opened_ahead()
+    return pager, logits, opened()[1]
+
+
+def was_read(pager):
+    """Bytes that the pager has read itself."""
+    return pager.metrics.snapshot().total("bytes_read")
+
+
+FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "qwen3_vl_moe"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_are_read_ahead_are_resident_from_the_start(family, tmp_path, of_any_size, small_pools):
+    tiny_models.save(family, tmp_path, dtype=torch.bfloat16)
+    pager, logits, expected = reading_and_loading(tmp_path)
+    assert small_pools[0][1] and was_read(pager) == 0 and torch.equal(logits, expected)
+    pager.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "BF16"])
+def test_experts_of_a_gguf_file_are_read_ahead_into_slabs_with_room(kind, tmp_path, of_any_size, small_pools, monkeypatch):
+    monkeypatch.setattr(opening, "LEAST_ROOMY_BYTES", 0)
+    monkeypatch.setattr(early_experts, "LEAST_ROOMY_BYTES", 0)
+    monkeypatch.setattr(read_ahead, "RECORDS_BYTES", 2**16)  # a few at a time
+    gguf_files.write(tmp_path, "qwen3_moe", lambda name: kind if "exps" in name else "F32")
+    pager, logits, expected = reading_and_loading(tmp_path, gguf=str(tmp_path / "model.gguf"), kernels="auto")
+    assert was_read(pager) == 0 and torch.equal(logits, expected)
+    pager.check_integrity()
+
+
+def test_experts_of_several_sizes_are_read_ahead_where_most_of_them_lie(tmp_path, of_any_size, small_pools):
+    """The others are read when they are demanded."""
+    gguf_files.write(tmp_path, "qwen3_moe", lambda name: ("Q6_K" if "blk.0." in name else "Q4_K") if "exps" in name else "F32")
+    pager, logits, expected = reading_and_loading(tmp_path, gguf=str(tmp_path / "model.gguf"))
+    sizes = [len(pager.inventory.layers_of(geometry)) * pager.inventory.layouts[geometry].record_bytes for geometry in (0, 1)]
+    assert 0 < was_read(pager) <= 12 * min(sizes) and torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"memory": "50%"}, {"deterministic": True}, {"reads": "cached"}, {"format": "int8"}], ids=str
+)
+def test_experts_are_not_read_ahead_where_it_is_not_known_that_they_stay(settings, tmp_path, of_any_size, small_pools):
+    folder = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    if "format" in settings:
+        assert main(["pack", str(folder), "--formats", settings["format"]]) == 0
+    filled = []
+    pager, logits, expected = reading_and_loading(folder, lambda: filled.append(read_ahead._READING.get()._filled), **settings)
+    assert filled == [{}] and was_read(pager) > 0 and torch.equal(logits, expected)
+
+
+def swapped(records):
+    """A guess that takes down for gate."""
+    return replace(records, experts=[one[::-1] for one in records.experts])
+
+
+def larger(records):
+    return replace(records, room_bytes=512)
+
+
+@pytest.mark.parametrize("wrong", [swapped, larger])
+def test_what_was_read_to_another_place_than_it_belongs_is_read_again(wrong, tmp_path, of_any_size, small_pools, monkeypatch):
+    folder, real = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16), read_ahead.early_records
+    monkeypatch.setattr(read_ahead, "early_records", lambda *given: wrong(real(*given)))
+    filled = []
+    pager, logits, expected = reading_and_loading(folder, lambda: filled.append(len(read_ahead._READING.get()._filled)))
+    assert filled[0] > 0 and was_read(pager) > 0 and torch.equal(logits, expected)
+
+
+def test_experts_of_a_file_that_has_changed_since_are_read_again(tmp_path, of_any_size, small_pools):
+    folder = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    (file,) = tmp_path.glob("*.safetensors")
+
+    def changed():
+        time.sleep(0.05)
+        tensors = {name: tensor * 2 if ".experts." in name else tensor for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    pager, logits, expected = reading_and_loading(folder, changed)
+    assert was_read(pager) > 0 and torch.equal(logits, expected)
+
+
+def test_slabs_go_on_being_filled_while_weights_load_and_take_no_memory_then(tmp_path, of_any_size, small_pools, monkeypatch):
+    """Only such as have their pages: free memory is measured meanwhile."""
+    folder = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    begun, go_on, asked, real = threading.Event(), threading.Event(), [], EarlyRecords.stretches
+    monkeypatch.setattr(read_ahead, "RECORDS_BYTES", 1)  # one at a time
+
+    def stretches(records, slabs, slabs_at):
+        begun.set()
+        assert go_on.wait(60)
+        return real(records, slabs, slabs_at)
+
+    monkeypatch.setattr(EarlyRecords, "stretches", stretches)
+    monkeypatch.setattr(backing.EarlyMemory, "has_pages", lambda self, *place: asked.append(place) or len(asked) < 4)
+    with reading_ahead(WeightFiles.of(str(tmp_path), memory="100%")):
+        reading = read_ahead._READING.get()
+        assert begun.wait(60)
+        assert backed_bytes() > 0 and not reading._filled, "it does not wait for them"
+        go_on.set()
+        finished()
+        assert 3 <= len(reading._filled) <= 5 and len(asked) >= 4
+        pager = runtime_of(
+            tiny_models.model_class(folder).from_pretrained(
+                folder, quantization_config=VisMoEConfig(memory="100%", kernels="torch", context=256)
+            )
+        ).pager
+        assert int(pager.residency().sum()) > 0 and not reading._filling[0].is_alive()
+
+
+def test_slabs_that_do_not_fit_are_filled_no_more(tmp_path, of_any_size, small_pools):
+    folder = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    with reading_ahead(WeightFiles.of(str(folder), memory="100%")):
+        reading = read_ahead._READING.get()
+        while not reading._filled:
+            time.sleep(0.01)
+        slab_bytes = reading._records.slab_bytes
+        assert reading.take_memory(2**40, slab_bytes) is None and reading._slabs._memory is None
+        assert not any(thread.is_alive() for thread in reading._filling)
+    with reading_ahead(WeightFiles.of(str(folder), memory="100%")):
+        reading = read_ahead._READING.get()
+        while not reading._filled:
+            time.sleep(0.01)
+        memory, filled = reading.take_memory(slab_bytes, slab_bytes)
+        assert not any(thread.is_alive() for thread in reading._filling) and len(memory) == slab_bytes and filled() == {}
+
+
+def test_of_which_tensors_records_are_made(tmp_path):
+    def records(tensors, dtype="bfloat16", layers=None):
+        save_file({name: torch.zeros(shape, dtype=kind) for name, (shape, kind) in tensors.items()}, tmp_path / "m.safetensors")
+        return early_records([read_header(tmp_path / "m.safetensors")], dtype, layers, 0)
+
+    bf16, at = torch.bfloat16, "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+    one = {at.format(layer, e, m): ((64, 32), bf16) for layer in (0, 1) for e in (0, 1) for m in ("gate", "up", "down")}
+    found = records(one)
+    assert len(found.experts) == 4 and found.slab_bytes == 3 * 4096 and found.experts_bytes == 4 * 3 * 4096
+    assert len(records(one, layers=1).experts) == 2, "a layer that drafts lies behind the others"
+    assert len(records(one | {"mtp." + name: of for name, of in one.items()}).experts) == 4
+    assert records(one, dtype="float32") is None, "they are cast"
+    assert records(one | {"model.layers.0.mlp.experts.0.gate_proj.bias": ((64,), bf16)}) is None
+    assert records({"model.layers.0.mlp.shared_experts.up_proj.weight": ((64, 32), bf16)}) is None
+    shapes = {"gate_up_proj": (4, 64, 32), "down_proj": (4, 32, 32)}
+    fused = {f"model.layers.0.mlp.experts.{name}": (shape, bf16) for name, shape in shapes.items()}
+    assert [len(matrices) for matrices in records(fused).experts] == [2] * 4
+    (read,) = records(fused).stretches([0], 100)[:1]
+    assert read.pieces == [(100 + 4096, 2048)] or read.pieces == [(100, 4096)]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.mlp.experts.up_proj", (10**12, 0, 1)),
+        ("blk.0.ffn_up_exps.weight", ()),
+        (f"model.layers.{'9' * 5000}.mlp.experts.0.up_proj.weight", (64, 32)),
+        (".layers.1." * 10**5 + ".experts." * 10**5, (64, 32)),
+        ("model.layers.0.mlp.experts.0.w1_blocks", (64, 32)),
+    ],
+    ids=["no bytes", "no shape", "a layer of 5,000 digits", "a long name", "another matrix"],
+)
+def test_of_tensors_that_are_no_matrices_of_experts_no_records_are_made(name, shape):
+    nbytes = 2 * math.prod(shape)
+    header = SafetensorsHeader(Path("m"), nbytes, 0, {name: TensorEntry(0, nbytes, shape, torch.bfloat16)}, "")
+    assert early_records([header], "bfloat16", 1, 512) is None
+
+
+def test_a_load_that_failed_keeps_no_slabs_and_the_next_one_reads_its_own(tmp_path, of_any_size, small_pools, monkeypatch):
+    folder, real = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16), quantizer.own_memory
+
+    def opened():
+        config = VisMoEConfig(memory="100%", kernels="torch", context=256)
+        return tiny_models.model_class(folder).from_pretrained(folder, quantization_config=config)
+
+    def fails(*given):
+        raise KeyboardInterrupt
+
+    with reading_ahead(WeightFiles.of(str(folder), memory="100%")):
+        reading = read_ahead._READING.get()
+        finished()
+        monkeypatch.setattr(quantizer, "own_memory", fails)
+        with pytest.raises(KeyboardInterrupt):
+            opened()
+        assert reading._taken is not None
+        monkeypatch.setattr(quantizer, "own_memory", real)
+        pager = runtime_of(opened()).pager
+        assert reading._taken is None and (pager.residency() == 0).all()
 
 
 @pytest.mark.parametrize(("ranks", "cores"), [("2", 2), ("1", 1)])

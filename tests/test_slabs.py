@@ -205,7 +205,7 @@ def test_a_pool_takes_memory_that_has_pages_and_the_rest_is_given_back(roomy, ea
     memory = early(64, 24)
     memory._backing.wait()
     assert memory.backed_bytes() == 24 * 2**20
-    pool = SlabPool(roomy, 40, early=memory.take)
+    pool = SlabPool(roomy, 40, early=lambda nbytes, slab_bytes: (memory.take(nbytes), dict))
     assert all(pages_there(pool.buffer[:23]))
     pool._backing.wait()
     assert all(pages_there(pool.buffer))

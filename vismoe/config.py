@@ -18,6 +18,9 @@ ENGINE_DEFAULTS = {"kernels": "auto"}  # where `vismoe.load`, the command line a
 SERVING_DEFAULTS = {"image_cache": "64MiB"}  # where the server and the page differ from that
 SERVER_DEFAULTS = {**SERVING_DEFAULTS, "request_memory": "512MiB"}  # and the server alone
 NO_STORE = "none"  # as a setting: read in place, whatever is packed
+# Those by which weights are read while libraries are imported (store/read_ahead.py), and what is said beside settings.
+READ_AHEAD_BY = ("gguf", "mmproj", "backbone", "memory", "format", "store", "kernels", "reads", "policy", "deterministic")
+READ_AHEAD_OPTIONS = ("revision", "dtype")
 NO_CALIBRATION = "none"  # as a setting: do without, whatever was calibrated
 UNMEASURED_IO_THREADS = 2  # where the disk was not measured
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

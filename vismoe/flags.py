@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vismoe.after_import import after_import
-from vismoe.config import ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
+from vismoe.config import ENGINE_DEFAULTS, READ_AHEAD_BY, READ_AHEAD_OPTIONS, SETTINGS, Settings, parse_bytes
 from vismoe.errors import BudgetError, ConfigError, InputError, VisMoEError
 from vismoe.options import OPTIONS
 from vismoe.ranges import PATH_BEGINNINGS, Rule, file_name, shown
@@ -43,7 +43,6 @@ class Command:
 
 
 NO_FURTHER: Mapping[str, str] = {}
-READ_AHEAD_BY = ("gguf", "mmproj", "backbone", "revision", "dtype", "memory", "format")  # settings and options of a model
 FLAG = re.compile(r"-[^\d.\s]\S*$")  # and no number
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 DTYPES = ("bfloat16", "float16", "float32")
@@ -306,8 +305,9 @@ def reading_ahead(arguments: Namespace, model: str | None, further: Mapping[str,
         if read_ahead.is_reading():
             yield
             return
-        settings, options = {**further, **given_settings(arguments)}, model_options(arguments)
-        about = {name: source[name] for source in (settings, options) for name in READ_AHEAD_BY if source.get(name) is not None}
+        given, options = {**further, **given_settings(arguments)}, model_options(arguments)
+        told = ((READ_AHEAD_BY, given), (READ_AHEAD_OPTIONS, options))
+        about = {name: source[name] for names, source in told for name in names if source.get(name) is not None}
         device = torch_device(options.get("device")).type
         with read_ahead.reading_ahead(read_ahead.WeightFiles.of(model, device=device, **about)):
             yield

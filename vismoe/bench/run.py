@@ -22,7 +22,7 @@ from typing import Any
 from vismoe.bench.job import OURS, Job
 from vismoe.bench.limits import Groups, drop_caches
 from vismoe.bench.turns import rotating
-from vismoe.config import format_bytes
+from vismoe.config import READ_AHEAD_BY, format_bytes
 from vismoe.flags import signals_call
 from vismoe.machine.disk import rate_past_cache
 from vismoe.threads import without_us
@@ -85,8 +85,7 @@ def _read_ahead(job: Job) -> dict[str, Any] | None:
     """What VisMoE's worker reads ahead, as its commands do; None: nothing."""
     if job.way != OURS:
         return None
-    names = ("gguf", "mmproj", "backbone", "memory", "format")
-    settings: dict[str, Any] = {name: job.settings[name] for name in names if name in job.settings}
+    settings: dict[str, Any] = {name: job.settings[name] for name in READ_AHEAD_BY if name in job.settings}
     return {"model": job.model, "revision": job.revision, "dtype": job.dtype, "device": job.device, **settings}
 
 

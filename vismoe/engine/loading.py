@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vismoe.config import ENGINE_DEFAULTS, Settings
+from vismoe.config import ENGINE_DEFAULTS, READ_AHEAD_BY, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def load(
     from vismoe.store.read_ahead import WeightFiles, reading_ahead
 
     name = str(model) if isinstance(model, str | Path) else None  # the engine refuses what is no name, and no type
-    held = {name: getattr(chosen, name) for name in ("gguf", "mmproj", "backbone", "memory", "format")}
+    held = {name: getattr(chosen, name) for name in READ_AHEAD_BY}
     if isinstance(dtype, str | torch.dtype) and dtype != "auto":
         held["dtype"] = str(dtype).removeprefix("torch.")
     with reading_ahead(WeightFiles.of(name, revision=revision, device=torch_device(device).type, **held)):

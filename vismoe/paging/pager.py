@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -221,6 +221,16 @@ class Pager:
         self._count_layer(core.phase, layer, ended_s - began_s, len(ids), 0)
         self._step_ended_s = ended_s
         return made
+
+    @whole
+    def start_with(self, found: Mapping[ExpertId, tuple[int, int]]) -> None:
+        """These are there from the start: in a slab, and from which byte of its room on. Nothing else is yet."""
+        for table in self.tables:
+            there = {slab for expert, (slab, _) in found.items() if self.core.table_of[expert.layer] is table}
+            table.pool.free_only([slab for slab in range(table.pool.capacity) if slab not in there])
+        for expert, (slab, begin) in found.items():
+            self.core.table_of[expert.layer].pool.place(slab, lambda room_bytes, begin=begin: begin)  # type: ignore[misc]
+            self.core.place(expert, slab)
 
     def pin_prefix(self) -> Iterator[ExpertId]:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""

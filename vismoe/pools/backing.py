@@ -12,7 +12,7 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ import torch
 from vismoe.errors import ConfigError
 from vismoe.kernels.pages import give_pages
 from vismoe.machine.hardware import cores, host_memory
-from vismoe.pools.advice import HUGEPAGE, advise
+from vismoe.pools.advice import HUGEPAGE, advise, whole_pages
 from vismoe.pools.paged_tensor import MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVATE
 
 LEAST_BYTES = 64 * 2**20  # of memory that is worth the threads
 PIECE_BYTES = 32 * 2**20  # between two pieces a thread looks at how much memory is free
 SPARE_BYTES = 2**28  # of free memory that stay: what loading takes for a moment is in no plan
 MOST_THREADS = 4
+Interval = tuple[int, int]  # (begin, bytes) of memory
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 NICE = 10  # such a thread takes an idle core, and a tenth of one that others want
 
@@ -39,7 +40,7 @@ class Backing:
     """
 
     def __init__(self, owner: Any, address: int, nbytes: int):
-        self._stopped, self._done = ctypes.c_int32(), list[int]()
+        self._stopped, self._done = ctypes.c_int32(), list[Interval]()
         weakref.finalize(self, _stop, self._stopped)
         begins = iter(range(0, nbytes if nbytes >= LEAST_BYTES else 0, PIECE_BYTES))
         work = weakref.ref(owner), address, nbytes, begins, self._stopped, self._done
@@ -60,9 +61,13 @@ class Backing:
         for thread in self._threads:
             thread.join()
 
-    def backed_bytes(self) -> int:
-        """Of memory that has its pages; exact once the threads have ended."""
-        return sum(self._done)
+    def backed_bytes(self, others: Sequence[Interval] = ()) -> int:
+        """Of memory that has its pages, with `others`, which have theirs; exact once the threads have ended."""
+        total = end = 0
+        for begin, nbytes in sorted((*self._done, *others)):
+            total += max(0, begin + nbytes - max(begin, end))
+            end = max(end, begin + nbytes)
+        return total
 
 
 def _stop(stopped: ctypes.c_int32) -> None:
@@ -70,20 +75,25 @@ def _stop(stopped: ctypes.c_int32) -> None:
 
 
 def _back(
-    owner: "weakref.ref[Any]", address: int, nbytes: int, begins: Iterator[int], stopped: ctypes.c_int32, done: list[int]
+    owner: "weakref.ref[Any]", address: int, nbytes: int, begins: Iterator[int], stopped: ctypes.c_int32, done: list[Interval]
 ) -> None:
-    thread = os.PRIO_PROCESS, threading.get_native_id()  # Linux counts a thread as a process here
-    with contextlib.suppress(OSError):  # a sandbox may forbid it
-        os.setpriority(*thread, max(NICE, os.getpriority(*thread)))
+    give_way()
     for begin in begins:
         held = owner()
         if stopped.value or held is None or host_memory()[0] < SPARE_BYTES:
             return
         try:
-            done.append(give_pages(address + begin, min(PIECE_BYTES, nbytes - begin), stopped))
+            done.append((begin, give_pages(address + begin, min(PIECE_BYTES, nbytes - begin), stopped)))
         except ConfigError:  # the kernels are not built, or from other sources: loading says so
             return
         del held
+
+
+def give_way() -> None:
+    """This thread takes idle cores only, from now on."""
+    thread = os.PRIO_PROCESS, threading.get_native_id()  # Linux counts a thread as a process here
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.setpriority(*thread, max(NICE, os.getpriority(*thread)))
 
 
 def addresses_are_free() -> bool:
@@ -101,26 +111,40 @@ class EarlyMemory:
         flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
         self._memory: mmap.mmap | None = mmap.mmap(-1, most_bytes, flags=flags)  # which takes no memory until it is written
         first = ctypes.c_char.from_buffer(self._memory)
-        address = ctypes.addressof(first)
+        self.nbytes, self.address = most_bytes, ctypes.addressof(first)
         del first  # or the addresses could not be given back
-        advise(address, most_bytes, HUGEPAGE)
-        self._backing = Backing(self._memory, address, wanted_bytes)
+        advise(self.address, most_bytes, HUGEPAGE)
+        self._backing = Backing(self._memory, self.address, wanted_bytes)
 
-    def backed_bytes(self) -> int:
-        """Of memory that has pages, and was not taken. It gets no more of them, until it is taken."""
+    def backed_bytes(self, written: Sequence[Interval] = ()) -> int:
+        """Of memory that has pages, with what was `written`, if it was not taken. It gets no more of them, until it is taken."""
         self._backing.stop()
-        return self._backing.backed_bytes() if self._memory is not None else 0
+        return self._backing.backed_bytes(written) if self._memory is not None else 0
+
+    def back(self, begin: int, nbytes: int) -> None:
+        """Give these bytes their pages now. A disk that writes where there are none makes imports wait for their memory."""
+        give_pages(self.address + begin, nbytes, ctypes.c_int32())
+
+    def has_pages(self, begin: int, nbytes: int) -> bool:
+        """Whether all of these bytes have their pages."""
+        first, end = whole_pages(self.address + begin - mmap.PAGESIZE + 1, nbytes + 2 * mmap.PAGESIZE - 2)
+        there = (ctypes.c_uint8 * ((end - first) // mmap.PAGESIZE))()
+        asked = ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(end - first), there)
+        return bool(asked == 0 and all(page & 1 for page in there))
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """uint8 `[nbytes]` from the start of a page, once, with the rest given back; None where there are fewer, or none."""
+        """uint8 `[nbytes]` from the start of a page, once, with the rest given back; None where there are fewer, or none, or it
+        cannot be given back."""
         self._backing.stop()
-        memory, self._memory = self._memory, None
+        memory = self._memory
         if memory is None or nbytes > len(memory):
+            self._memory = None
             return None
         try:
             memory.resize(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         except (OSError, BufferError):  # too many mappings; a debugger holds it
             return None
+        self._memory = None
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
     def free(self) -> None:

@@ -9,6 +9,7 @@ compute from any address. The page table, not the pool, knows which expert a sla
 import mmap
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +19,15 @@ from vismoe.pools.backing import Backing
 from vismoe.pools.page_lock import page_lock
 from vismoe.types import BLOCK_BYTES, RecordLayout
 
+Filled = dict[Any, tuple[int, int]]  # by what a record holds: its slab, and from which byte of its room on
+
 
 class SlabPool:
     """`slabs` blocks of one record layout on one device; `page_locked` host memory for fast copies to a GPU.
 
     With `aliased=True` the pool owns no bytes: each slab shows a record that was aliased into it (an emulated device tier on a
     machine without a device, where slabs are the host tier's records). `early` may have memory of so many bytes, in host memory,
-    whose first pages are there already.
+    for slabs of so many, whose first pages are there already, and records in some: before any is used, `filled` says in which.
     """
 
     precision: np.ndarray | None = None  # None: one format in all slabs; `Slabs` combines pools of several formats
@@ -36,15 +39,20 @@ class SlabPool:
         device: torch.device | str = "cpu",
         page_locked: bool = False,
         aliased: bool = False,
-        early: Callable[[int], torch.Tensor | None] | None = None,
+        early: Callable[[int, int], tuple[torch.Tensor, Callable[[], Filled]] | None] | None = None,
     ):
         self.layout, self.capacity, self.aliased = layout, slabs, aliased
         nbytes = 0 if aliased else slabs * layout.record_bytes
         boundary = max(BLOCK_BYTES, mmap.PAGESIZE)  # pages are locked
-        memory = early(nbytes + boundary) if early is not None and nbytes else None
+        taken = early(nbytes + boundary, layout.record_bytes) if early is not None and nbytes else None
+        self.filled: Callable[[], Filled] = dict
+        memory = None
+        if taken is not None:
+            memory, self.filled = taken
         if memory is None:
             memory = in_huge_pages(torch.empty(nbytes + boundary, dtype=torch.uint8, device=device))
         start = -memory.data_ptr() % boundary
+        assert taken is None or start == 0, "it begins on a page"
         self.buffer = memory[start : start + nbytes].view(-1, layout.record_bytes)
         if page_locked:
             page_lock(self.buffer, self)

@@ -16,6 +16,34 @@ from vismoe.store.safetensors_header import AGAIN
 from vismoe.types import ALIGNMENT_BYTES, BLOCK_BYTES, ExpertId, ExpertInventory
 
 LARGEST_NUMBER_BYTES = 8  # a record begins on a multiple of it, so that kernels can read its numbers
+LEAST_ROOMY_BYTES = 2**20  # of an expert that gets room in its slab, to be read without a copy
+Lies = tuple[tuple[FileState, int, int, int], ...]  # (a file in one state, offset there, offset in a record, bytes), by the last
+
+
+def lies(stretches: Sequence[Stretch], states: Sequence[FileState]) -> Lies:
+    """Which bytes of which files fill a record at address 0. Equal ones are the same bytes at the same places."""
+    pieces = list[tuple[int, int, int, int]]()  # (begin in the record, file, offset, bytes)
+    for stretch in stretches:
+        at = stretch.offset_bytes
+        for begin, nbytes in stretch.pieces:
+            pieces.append((begin, stretch.file, at, nbytes))
+            at += nbytes
+    found = list[tuple[FileState, int, int, int]]()
+    for begin, file, at, nbytes in sorted(pieces):
+        state, offset, before, held = found[-1] if found else (None, 0, 0, 0)
+        if state == states[file] and (at, begin) == (offset + held, before + held):
+            found.pop()
+            at, begin, nbytes = offset, before, held + nbytes
+        found.append((states[file], at, begin, nbytes))
+    return tuple(found)
+
+
+def begin_in_room(stretches: Sequence[Stretch], room_bytes: int) -> int:
+    """At which byte of so many in a slab a record, which these fill from address 0 on, should begin: as far behind a block of the
+    disk as most of it lies in its file."""
+    largest = max(stretches, key=lambda one: one.nbytes, default=None)
+    begin = 0 if largest is None else (largest.offset_bytes - largest.pieces[0][0]) % room_bytes
+    return 0 if begin % LARGEST_NUMBER_BYTES else begin
 
 
 def naming_expert(expert: ExpertId, error: CheckpointError) -> CheckpointError:
@@ -93,7 +121,7 @@ class StoreOnDisk:
     def __init__(self, files: Sequence[FileOnDisk], again: str = AGAIN):
         """`again`: advice on how to restore a damaged file."""
         self._files = CheckpointFiles(files, again)
-        self._shifts: dict[ExpertId, int] = {}
+        self._begins: dict[tuple[ExpertId, int], int] = {}
 
     @property
     def paths(self) -> list[Path]:
@@ -136,11 +164,13 @@ class StoreOnDisk:
         return max(boundary, ALIGNMENT_BYTES)
 
     def _begin(self, expert: ExpertId, room_bytes: int) -> int:
-        if expert not in self._shifts:  # by how much most of it lies later in its file than in its record
-            largest = max(self._stretches(expert), key=lambda one: one.nbytes, default=None)
-            self._shifts[expert] = 0 if largest is None else largest.offset_bytes - largest.pieces[0][0]
-        begin = self._shifts[expert] % room_bytes
-        return 0 if begin % LARGEST_NUMBER_BYTES else begin
+        if (expert, room_bytes) not in self._begins:
+            self._begins[expert, room_bytes] = begin_in_room(self._stretches(expert), room_bytes)
+        return self._begins[expert, room_bytes]
+
+    def lies(self, expert: ExpertId) -> Lies:
+        """Which bytes of the files fill the expert's record; none where more is to be done than reading."""
+        return lies(self._stretches(expert), self.states) if self._may_skip(expert) else ()
 
     def reading(self, expert: ExpertId, address: int) -> NativeRead | None:
         """As ExpertStore.reading. What the page cache lacks is read past it the first time, by `read`."""

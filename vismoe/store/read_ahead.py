@@ -2,9 +2,10 @@
 
 To import torch and transformers takes seconds of one core, in which the disk and other cores have nothing to do. Threads read
 large tensors meanwhile, into the memory that they will stay in: neither their bytes nor its pages are waited for later. Other
-threads let memory for slabs have its pages (`pools/backing.py`), as much as the plan will probably want. Loading does not depend
-on either. It asks here for each tensor before it reads one (`tensor_reads.read_new`), gets those whose file is still in the state
-in which it was read, and finds what is wrong with a file by itself.
+threads let memory for slabs have its pages (`pools/backing.py`), as much as the plan will probably want; and where all experts
+will probably be resident, these are read there (`early_experts.py`). Loading does not depend on any of it. It asks here for each
+tensor before it reads one (`tensor_reads.read_new`), gets those whose file is still in the state in which it was read, and finds
+what is wrong with a file by itself.
 """
 
 import contextlib
@@ -15,42 +16,47 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vismoe.config import Budget
+from vismoe.config import NO_STORE, Budget
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.machine.hardware import cores, host_memory
 from vismoe.pair import BITS, Format
 from vismoe.planning.case import AUTO_SHARE
 from vismoe.pools.advice import in_huge_pages
-from vismoe.pools.backing import LEAST_BYTES, EarlyMemory, addresses_are_free
+from vismoe.pools.backing import LEAST_BYTES, SPARE_BYTES, EarlyMemory, Interval, addresses_are_free, give_way
+from vismoe.store.early_experts import EXPERTS, EarlyRecords, early_records
+from vismoe.store.expert_store import Lies
 from vismoe.store.file_state import FileState
 from vismoe.store.files import CheckpointFiles, OpenFiles
 from vismoe.store.gguf_header import GGUF, GgufHeader, read_gguf_headers
+from vismoe.store.packed import find_store
 from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read_header
+from vismoe.types import BLOCK_BYTES
 
 LARGE_BYTES = 2**20  # of a tensor that is worth it
 SHARE = 0.5  # of free memory to read into, before a plan says what it is for
 SLABS_SHARE = 0.85  # of the memory that a plan has beside these tensors; what a prompt computes takes the rest
 THREADS = 2  # one copies out of its bounce buffer while the disk fills the other's
 PIECE_BYTES = 2**26  # between two of them a thread can be told to give up
-EXPERTS = re.compile(r"\.experts\.|_exps\.")  # that are routed
-# Beside those routers and embeddings, which loading may make others of or leave on disk, and the layer that drafts.
+RECORDS_BYTES = 2**25  # that one call reads: each return waits for the interpreter lock, which imports hold
+# Beside routed experts, routers and embeddings, which loading may make others of or leave on disk, and the layer that drafts.
 LEFT_OUT = re.compile(rf"{EXPERTS.pattern}|mlp\.gate\.|embed_tokens|\bmtp\.")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 SIXTEEN = 16  # bits of a number that formats make smaller
 ROOM = 1.25  # of a record's bytes, what a slab may take: blocks of a disk, and scales of integers
 MOST_DIMENSIONS = 2  # experts may have any name, but those of a layer in one tensor have three
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Loading says what is wrong; torch raises RuntimeError where it gets no memory.
-FAILURES = (CheckpointError, OSError, RuntimeError, MemoryError)
+# Loading says what is wrong; torch raises RuntimeError where it gets no memory, ConfigError: the kernels are not built.
+FAILURES = (CheckpointError, ConfigError, OSError, RuntimeError, MemoryError)
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _READING: ContextVar["ReadAhead | None"] = ContextVar("what reads ahead of loading", default=None)
 
+Filled = dict[Lies, tuple[int, int]]  # by what a record holds: its slab, and from which byte of its room on
 Key = tuple[FileState, int, int]  # of a tensor: its file in one state, its offset and its bytes
 
 
@@ -58,13 +64,16 @@ Key = tuple[FileState, int, int]  # of a tensor: its file in one state, its offs
 class WeightFiles:
     """The weight files of a model, and what it makes of them. dtype: of the model's numbers, e.g. bfloat16, into which those of
     safetensors files are cast; layers: of its decoder, behind which a file may have more. None: not known. memory, format: as
-    in `Settings`, of which slabs are made."""
+    in `Settings`, of which slabs are made. in_place: slabs will hold experts as these files have them; roomy: with room, where a
+    disk can write there then."""
 
     paths: tuple[Path, ...] = ()
     dtype: str | None = None
     layers: int | None = None
     memory: str | int = "auto"
     format: str = "auto"
+    in_place: bool = True
+    roomy: bool = True
 
     @classmethod
     def of(
@@ -79,16 +88,24 @@ class WeightFiles:
         backbone: str = "own",
         memory: str | int = "auto",
         format: str = "auto",
+        store: str | None = None,
+        kernels: str = "auto",
+        reads: str = "auto",
+        policy: str = "exact",
+        deterministic: bool = False,
     ) -> "WeightFiles":
         """Of a folder, a hub name or a GGUF file, as far as they are on this machine; loading looks more closely. None: the
         bundled model, which is small. None of them for another device, or with linear layers from a packed store."""
         if device != "cpu" or backbone != "own":
             return cls()
+        # What is resident when a deterministic run begins must not depend on time.
+        in_place = store in (None, NO_STORE) and format in ("auto", Format.RAW) and policy == "exact" and not deterministic
+        slabs = memory, format, in_place and reads != "cached", kernels != "torch"
         gguf = model if model is not None and model.endswith(GGUF) else gguf
         try:
             if gguf is not None:
                 paths = tuple(Path(name).expanduser() for name in (gguf, mmproj) if name is not None)
-                return cls(paths, memory=memory, format=format)
+                return cls(paths, None, None, *slabs)._unless_packed(store)
             folder = _folder_of(model, revision)
             if folder is None:
                 return cls()
@@ -99,10 +116,15 @@ class WeightFiles:
             config = json.loads((folder / "config.json").read_bytes())
             text = {**config, **(config.get("text_config") or {})}
             stated = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-            return cls(tuple(folder / name for name in names), dtype or stated, text.get("num_hidden_layers"), memory, format)
+            paths = tuple(folder / name for name in names)
+            return cls(paths, dtype or stated, text.get("num_hidden_layers"), *slabs)._unless_packed(store)
         # Loading says what is wrong with these files; RuntimeError: a home that is not known, JSON that is too deep.
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):
             return cls()
+
+    def _unless_packed(self, store: str | None) -> "WeightFiles":
+        packed = store is None and bool(self.paths) and find_store(self.paths[0]) is not None
+        return replace(self, in_place=self.in_place and not packed)
 
     def large_tensors(self, headers: Sequence[SafetensorsHeader], most_bytes: int) -> list[tuple[int, TensorEntry]]:
         """(file, tensor) of what is worth to be read ahead, in the order of the files, as far as `most_bytes` go."""
@@ -153,22 +175,33 @@ class ReadAhead:
     slabs, which gets its pages until it is taken."""
 
     def __init__(self, weights: WeightFiles, most_bytes: int):
-        self._stopped, self._given_up = threading.Event(), threading.Event()
+        self._stopped, self._given_up, self._filled_enough = threading.Event(), threading.Event(), threading.Event()
         self._found: dict[Key, torch.Tensor] = {}
         self._slabs: EarlyMemory | None = None
+        self._slabs_wanted_bytes = 0  # that the plan will probably give them
+        self._records: EarlyRecords | None = None  # that are read into these slabs
+        self._filled: dict[int, Lies] = {}  # by slab
+        self._taken: torch.Tensor | None = None  # the slabs, which somebody has, while threads fill them
+        self._filling: list[threading.Thread] = []
+        self._giving_pages, self._backed = threading.Lock(), list[Interval]()  # to slabs that are filled next
         self._threads: list[threading.Thread] = []
-        self._start(self._run, weights, most_bytes)
+        self._start(self._threads, self._run, weights, most_bytes)
 
     def stop(self) -> None:
-        """When this returns, what was begun is there, and nothing is read ahead any more."""
+        """When this returns, what was begun is there, and no memory is taken any more: into slabs that have their pages, threads
+        go on reading."""
         self._stopped.set()
         for thread in self._threads:  # the first one may have added another before it ended
             thread.join()
+        with self._giving_pages:
+            pass
 
     def give_up(self) -> None:
-        """Stop, with what was read forgotten."""
+        """Stop, with what was read forgotten that nobody has taken."""
         self._given_up.set()
+        self._filled_enough.set()
         self.stop()
+        self._fill_no_more()
         self._found.clear()
         if self._slabs is not None:
             self._slabs.free()
@@ -179,25 +212,50 @@ class ReadAhead:
         return sum(tensor.nbytes for tensor in self._found.values())
 
     def backed_bytes(self) -> int:
-        """Of memory for slabs that has its pages, and was not taken yet. Nothing is done ahead any more."""
+        """Of memory for slabs that has its pages, and was not taken yet. No more gets any."""
         self.stop()
-        return self._slabs.backed_bytes() if self._slabs is not None else 0
+        return self._slabs.backed_bytes(self._backed) if self._slabs is not None else 0
 
-    def take_memory(self, nbytes: int) -> torch.Tensor | None:
-        """uint8 `[bytes]` for slabs, once, if there is as much. Nothing is read ahead any more."""
+    def _fill_no_more(self) -> None:
+        self._filled_enough.set()
+        for thread in self._filling:
+            thread.join()
+        self._taken = None
+
+    def take_memory(self, nbytes: int, slab_bytes: int) -> tuple[torch.Tensor, Callable[[], Filled]] | None:
+        """uint8 `[bytes]` for slabs of `slab_bytes` each, once, if there is as much; and what lies in them, which ends reading
+        them ahead, and has to be asked for before they are used."""
         self.stop()
-        return self._slabs.take(nbytes) if self._slabs is not None else None
+        memory, records = self._slabs, self._records
+        if memory is None:
+            return None
+        fits = records is not None and records.slab_bytes == slab_bytes and slab_bytes * len(records.experts) <= nbytes
+        if not fits or nbytes > memory.nbytes:
+            self._fill_no_more()  # what threads write to must stay
+        taken = memory.take(nbytes)
+        if taken is None:
+            self._fill_no_more()
+            memory.free()
+            return None
+        self._taken = taken
+        return taken, self._lying if fits else dict
+
+    def _lying(self) -> Filled:
+        self._fill_no_more()
+        filled, self._filled, records = self._filled, {}, self._records
+        assert records is not None
+        return {lies: (slab, records.begin(slab)) for slab, lies in filled.items()}
 
     def take(self, key: Key) -> torch.Tensor | None:
         """uint8 `[bytes]`, once. Nothing is read ahead any more: the caller reads the rest."""
         self.stop()
         return self._found.pop(key, None)
 
-    def _start(self, work: Callable[..., None], *given: Any) -> None:
+    def _start(self, threads: list[threading.Thread], work: Callable[..., None], *given: Any) -> None:
         thread = threading.Thread(target=work, args=given, name="vismoe-read-ahead", daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads may be started
             thread.start()
-            self._threads.append(thread)
+            threads.append(thread)
 
     def _run(self, weights: WeightFiles, most_bytes: int) -> None:
         with contextlib.suppress(*FAILURES):
@@ -205,9 +263,10 @@ class ReadAhead:
             tensors = weights.large_tensors(headers, most_bytes)
             self._begin_slabs(weights, headers, sum(entry.nbytes for _, entry in tensors))
             wanted, files = iter(tensors), CheckpointFiles(headers).for_loading(True, 1)
+            slabs = iter(self._slabs_to_fill(weights, headers, files))
             for _ in range(THREADS - 1):
-                self._start(self._read, files, wanted)
-            self._read(files, wanted)
+                self._start(self._threads, self._read, files, wanted, slabs)
+            self._read(files, wanted, slabs)
 
     def _begin_slabs(self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], tensor_bytes: int) -> None:
         most_bytes, wanted_bytes = weights.slab_bytes(headers, tensor_bytes, host_memory()[0])
@@ -215,19 +274,62 @@ class ReadAhead:
         if wanted_bytes >= LEAST_BYTES and cores() > 1 and alone and sys.platform == "linux" and addresses_are_free():
             with contextlib.suppress(OSError):  # there are no addresses
                 self._slabs = EarlyMemory(most_bytes, wanted_bytes)
+                self._slabs_wanted_bytes = wanted_bytes
 
-    def _read(self, files: OpenFiles, wanted: Iterator[tuple[int, TensorEntry]]) -> None:
+    def _slabs_to_fill(
+        self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], files: OpenFiles
+    ) -> Sequence[Sequence[int]]:
+        """Those of the largest group of experts, some at a time, if all experts will probably be resident."""
+        if self._slabs is None or not weights.in_place:
+            return ()
+        boundary = files.memory_bytes if weights.roomy and files.past_cache and files.memory_bytes <= BLOCK_BYTES else 0
+        records = early_records(headers, weights.dtype, weights.layers, boundary)
+        if records is None or self._slabs_wanted_bytes < records.experts_bytes:
+            return ()
+        self._records = records
+        slabs = range(min(len(records.experts), self._slabs.nbytes // records.slab_bytes))
+        at_once = max(1, RECORDS_BYTES // records.slab_bytes)
+        return [slabs[first : first + at_once] for first in slabs[::at_once]]
+
+    def _read(self, files: OpenFiles, wanted: Iterator[tuple[int, TensorEntry]], slabs: Iterator[Sequence[int]]) -> None:
         with contextlib.suppress(*FAILURES):
-            for file, entry in wanted:
-                if self._stopped.is_set():
+            self._read_tensors(files, wanted)
+            self._start(self._filling, self._fill, files, slabs)
+
+    def _fill(self, files: OpenFiles, slabs: Iterator[Sequence[int]]) -> None:
+        give_way()  # the first write to memory takes a core, which imports need
+        with contextlib.suppress(*FAILURES):
+            for some in slabs:
+                records, memory = self._records, self._slabs
+                assert records is not None and memory is not None
+                place = some[0] * records.slab_bytes, len(some) * records.slab_bytes
+                if self._filled_enough.is_set() or not self._has_pages(memory, place):
                     return
-                into = in_huge_pages(torch.empty(entry.nbytes, dtype=torch.uint8))
-                memory = into.numpy()
-                for begin in range(0, entry.nbytes, PIECE_BYTES):  # each in one call, without the interpreter lock
-                    if self._given_up.is_set():
-                        return
-                    files.fill(file, entry.offset_bytes + begin, memory[begin : begin + PIECE_BYTES])
-                self._found[files.states[file], entry.offset_bytes, entry.nbytes] = into
+                files.fill_all(records.stretches(some, memory.address))
+                self._filled.update({slab: records.lies(slab, files.states) for slab in some})
+
+    def _has_pages(self, memory: EarlyMemory, place: Interval) -> bool:
+        """Whether this part of it has its pages, which it gets now, unless no memory is to be taken any more."""
+        with self._giving_pages:
+            if self._stopped.is_set():
+                return memory.has_pages(*place)
+            if host_memory()[0] < SPARE_BYTES + RECORDS_BYTES:
+                return False
+            self._backed.append(place)
+            memory.back(*place)
+            return True
+
+    def _read_tensors(self, files: OpenFiles, wanted: Iterator[tuple[int, TensorEntry]]) -> None:
+        for file, entry in wanted:
+            if self._stopped.is_set():
+                return
+            into = in_huge_pages(torch.empty(entry.nbytes, dtype=torch.uint8))
+            memory = into.numpy()
+            for begin in range(0, entry.nbytes, PIECE_BYTES):  # each in one call, without the interpreter lock
+                if self._given_up.is_set():
+                    return
+                files.fill(file, entry.offset_bytes + begin, memory[begin : begin + PIECE_BYTES])
+            self._found[files.states[file], entry.offset_bytes, entry.nbytes] = into
 
 
 def headers_of(path: Path) -> Sequence[SafetensorsHeader]:
@@ -267,10 +369,10 @@ def backed_bytes() -> int:
     return reading.backed_bytes() if reading is not None else 0
 
 
-def take_memory(nbytes: int) -> torch.Tensor | None:
-    """uint8 `[bytes]` for slabs, whose first pages are there, if there is as much in this context."""
+def take_memory(nbytes: int, slab_bytes: int) -> tuple[torch.Tensor, Callable[[], Filled]] | None:
+    """As `ReadAhead.take_memory`, in this context."""
     reading = _READING.get()
-    return reading.take_memory(nbytes) if reading is not None else None
+    return reading.take_memory(nbytes, slab_bytes) if reading is not None else None
 
 
 def take(state: FileState, offset_bytes: int, nbytes: int) -> torch.Tensor | None:

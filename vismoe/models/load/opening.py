@@ -48,7 +48,7 @@ from vismoe.pools.gpu_limit import lift, limit
 from vismoe.precision.hotness import profile_bytes, refuse_unwritable
 from vismoe.speculate.worth import DraftCurves, RoundRates, worth
 from vismoe.store.checkpoint import CheckpointStore
-from vismoe.store.expert_store import Reads, StoreOnDisk, Stores
+from vismoe.store.expert_store import LEAST_ROOMY_BYTES, Reads, StoreOnDisk, Stores
 from vismoe.store.index import command
 from vismoe.store.packed import PackedStore, find_store, formats_in, store_beside
 from vismoe.store.packed_linears import PackedLinears
@@ -56,7 +56,6 @@ from vismoe.store.read_ahead import backed_bytes, held_bytes
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair, RecordLayout
 
 K = TypeVar("K")
-LEAST_ROOMY_BYTES = 2**20  # of an expert that gets room in its slab, to be read without a copy
 BEST_FIRST = (Format.LOSSLESS, Format.RAW)  # of a store's exact formats: fewer bytes to read
 
 

@@ -88,6 +88,7 @@ class VisMoEQuantizer(HfQuantizer):
     ) -> None:
         for other in list(self._loading_now):
             other._pools = None  # of a load that failed; one that runs makes others
+            forget()  # what is read into them still
         settings = self.quantization_config.settings
         bound_kernel_caches(settings.kernels)
         return_large_blocks()

@@ -59,7 +59,7 @@ from vismoe.precision.policy import Policy
 from vismoe.store.expert_store import ExpertStore, StoreOnDisk
 from vismoe.store.read_ahead import take_memory
 from vismoe.threads import waiting
-from vismoe.types import HIGH
+from vismoe.types import HIGH, ExpertId
 
 logger = logging.getLogger(__name__)
 
@@ -303,6 +303,8 @@ def _service(
     try:
         chooser = _chooser(model, configuration, policy, hotness) if policy is not None else None
         about["policy"] = "exact" if policy is None else f"{settings.policy}, {settings.pair}{chooser.about if chooser else ''}"
+        if ready := _read_ahead(pager, configuration.stores.by_precision[0]):
+            pager.start_with(ready)
         bringing, total = _bring_in(pager, chooser, plan)
         for _ in tqdm(bringing, "Bringing in experts", total, unit="expert", delay=1, disable=None):
             pass
@@ -346,8 +348,8 @@ def pools_of(configuration: Configuration) -> Pools:
     slabs = [dynamic + fixed for dynamic, fixed in zip(plan.slabs, pinned, strict=True)]
     sizes = [count * layout.record_bytes for count, layout in zip(slabs, inventory.layouts, strict=True)]
     pools = []
-    for geometry, (layout, nbytes) in enumerate(zip(inventory.layouts, sizes, strict=True)):
-        early = take_memory if device.type == "cpu" and nbytes == max(sizes) else None  # one pool can have it
+    for geometry, layout in enumerate(inventory.layouts):
+        early = take_memory if device.type == "cpu" and geometry == sizes.index(max(sizes)) else None  # one pool can have it
         pools.append([SlabPool(layout, slabs[geometry], device, aliased=aliased, early=early)])
         if inventory.low_layouts:
             pools[-1].append(SlabPool(inventory.low_layouts[geometry], plan.low_slabs[geometry], device, aliased=aliased))
@@ -400,6 +402,21 @@ def _chooser(model: Any, configuration: Configuration, policy: Policy, hotness: 
     if policy.importance:
         hitters = HeavyHitters.of(model, inventory.layers)
     return FormatChooser(precision, inventory, hitters, settings.deterministic)
+
+
+def _read_ahead(pager: Pager, store: StoreOnDisk) -> dict[ExpertId, tuple[int, int]]:
+    """Experts of this store that were read into their slabs while libraries were imported, as `Pager.start_with` takes them. None
+    of a pool that does not hold all its experts: what stays there is chosen otherwise."""
+    found = dict[ExpertId, tuple[int, int]]()
+    for geometry, table in enumerate(pager.tables):
+        for pool in table.pool.pools:
+            filled, pool.filled = pool.filled(), dict
+            for layer in pager.inventory.layers_of(geometry) if filled and table.has_room_for_all else ():
+                for expert in (ExpertId(layer.index, number) for number in range(layer.num_experts)):
+                    slab, begin = filled.pop(store.lies(expert), (pool.capacity, 0))
+                    if slab < pool.capacity and begin < max(1, pool.layout.room_bytes):
+                        found[expert] = slab, begin
+    return found
 
 
 def _bring_in(pager: Pager, chooser: FormatChooser | None, plan: Plan) -> tuple[Any, int]:

@@ -21,7 +21,7 @@ from vismoe.types import ALIGNMENT_BYTES, aligned
 
 EXPERTS = re.compile(r"\.experts\.|_exps\.")  # names of tensors of routed experts
 DRAFTS = re.compile(r"\bmtp\.")  # of the layer that drafts, which is served apart
-OF_ONE = re.compile(r"\.layers\.(?P<layer>\d+)\..*\.experts\.(?P<expert>\d+)\.(?P<matrix>\w+?)(_proj)?\.weight")
+OF_ONE = re.compile(r"\.layers\.(?P<layer>\d+)\..*\.experts\.(?P<expert>\d+)\.(?P<matrix>\w+?)(_proj)?\.weight$")
 OF_ALL = re.compile(r"(.*\.layers|blk)\.(?P<layer>\d+)\.(.*\.experts\.|ffn_)(?P<matrix>\w+?)(_proj|_exps\.weight)")
 MOST_NAME = 500  # characters of a tensor's name
 ORDER = {"gate": 0, "w1": 0, "gate_up": 0, "up": 1, "w3": 1, "down": 2, "w2": 2}  # of matrices in a record

@@ -29,6 +29,7 @@ from vismoe.pair import BITS, Format
 from vismoe.planning.case import AUTO_SHARE
 from vismoe.pools.advice import in_huge_pages
 from vismoe.pools.backing import LEAST_BYTES, SPARE_BYTES, EarlyMemory, Interval, addresses_are_free, give_way
+from vismoe.pools.pool import Filled
 from vismoe.store.early_experts import EXPERTS, EarlyRecords, early_records
 from vismoe.store.expert_store import Lies
 from vismoe.store.file_state import FileState
@@ -56,7 +57,6 @@ FAILURES = (CheckpointError, ConfigError, OSError, RuntimeError, MemoryError)
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _READING: ContextVar["ReadAhead | None"] = ContextVar("what reads ahead of loading", default=None)
 
-Filled = dict[Lies, tuple[int, int]]  # by what a record holds: its slab, and from which byte of its room on
 Key = tuple[FileState, int, int]  # of a tensor: its file in one state, its offset and its bytes
 
 

@@ -305,6 +305,7 @@ def _service(
         about["policy"] = "exact" if policy is None else f"{settings.policy}, {settings.pair}{chooser.about if chooser else ''}"
         if ready := _read_ahead(pager, configuration.stores.by_precision[0]):
             pager.start_with(ready)
+            about["reads"] = "; ".join((*plan.reading, f"{len(ready):,} experts were read while libraries were imported"))
         bringing, total = _bring_in(pager, chooser, plan)
         for _ in tqdm(bringing, "Bringing in experts", total, unit="expert", delay=1, disable=None):
             pass

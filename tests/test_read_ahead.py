@@ -494,21 +494,26 @@ def test_slabs_go_on_being_filled_while_weights_load_and_take_no_memory_then(tmp
         assert runtime.backends["reads"].endswith(f"{filled} experts were read while libraries were imported")
 
 
-def test_slabs_that_do_not_fit_are_filled_no_more(tmp_path, of_any_size, small_pools):
-    folder = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+@pytest.mark.parametrize("slabs", [2**30, 1], ids=["more than there are addresses for", "fewer than experts"])
+def test_slabs_that_are_not_those_are_filled_no_more(slabs, tmp_path, of_any_size, small_pools, monkeypatch):
+    folder, begun, real = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16), threading.Event(), EarlyRecords.stretches
+    monkeypatch.setattr(read_ahead, "RECORDS_BYTES", 1)
+
+    def stretches(records, slabs, slabs_at):
+        begun.set()
+        time.sleep(0.02)
+        return real(records, slabs, slabs_at)
+
+    monkeypatch.setattr(EarlyRecords, "stretches", stretches)
     with reading_ahead(WeightFiles.of(str(folder), memory="100%")):
         reading = read_ahead._READING.get()
-        while not reading._filled:
-            time.sleep(0.01)
+        assert begun.wait(60)
         slab_bytes = reading._records.slab_bytes
-        assert reading.take_memory(2**40, slab_bytes) is None and reading._slabs._memory is None
+        taken = reading.take_memory(slabs * slab_bytes, slab_bytes)
         assert not any(thread.is_alive() for thread in reading._filling)
-    with reading_ahead(WeightFiles.of(str(folder), memory="100%")):
-        reading = read_ahead._READING.get()
-        while not reading._filled:
-            time.sleep(0.01)
-        memory, filled = reading.take_memory(slab_bytes, slab_bytes)
-        assert not any(thread.is_alive() for thread in reading._filling) and len(memory) == slab_bytes and filled() == {}
+        assert len(reading._filled) < len(reading._records.experts), "they were told to end"
+        assert taken is None if slabs > 1 else len(taken[0]) == slab_bytes and taken[1]() == {}
+        assert reading._slabs._memory is None
 
 
 def test_of_which_tensors_records_are_made(tmp_path):

@@ -440,7 +440,7 @@ def swapped(records):
 
 
 def larger(records):
-    return replace(records, room_bytes=512)
+    return replace(records, layout=records.layout.with_room(512))
 
 
 @pytest.mark.parametrize("wrong", [swapped, larger])
@@ -505,7 +505,7 @@ def test_slabs_that_are_not_those_are_filled_no_more(slabs, tmp_path, of_any_siz
     with reading_ahead(WeightFiles.of(str(folder), memory="100%")):
         reading = read_ahead._READING.get()
         assert begun.wait(60)
-        slab_bytes = reading._records.slab_bytes
+        slab_bytes = reading._records.layout.record_bytes
         taken = reading.take_memory(slabs * slab_bytes, slab_bytes)
         assert not any(thread.is_alive() for thread in reading._filling)
         assert len(reading._filled) < len(reading._records.experts), "they were told to end"
@@ -521,7 +521,7 @@ def test_of_which_tensors_records_are_made(tmp_path):
     bf16, at = torch.bfloat16, "model.layers.{}.mlp.experts.{}.{}_proj.weight"
     one = {at.format(layer, e, m): ((64, 32), bf16) for layer in (0, 1) for e in (0, 1) for m in ("gate", "up", "down")}
     found = records(one)
-    assert len(found.experts) == 4 and found.slab_bytes == 3 * 4096 and found.experts_bytes == 4 * 3 * 4096
+    assert len(found.experts) == 4 and found.layout.record_bytes == 3 * 4096 and found.experts_bytes == 4 * 3 * 4096
     assert len(records(one, layers=1).experts) == 2, "a layer that drafts lies behind the others"
     assert len(records(one | {"mtp." + name: of for name, of in one.items()}).experts) == 4
     assert records(one, dtype="float32") is None, "they are cast"

@@ -295,8 +295,8 @@ def _scipy_later() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading_ahead(arguments: Namespace, model: str | None, further: Mapping[str, Any] = NO_FURTHER) -> Iterator[None]:
-    """Within, `load_engine` and the imports before it: meanwhile threads read what the model will hold beside its experts, on the
-    CPU. Ctrl-C ends the process. Imports torch."""
+    """Within, `load_engine` and the imports before it: meanwhile threads read what the model will hold, on the CPU. Ctrl-C
+    ends the process. Imports torch."""
     with ctrl_c_exits(arguments):
         with quick_imports():
             from vismoe.machine.hardware import torch_device

@@ -229,8 +229,7 @@ class Pager:
             there = {slab for expert, (slab, _) in found.items() if self.core.table_of[expert.layer] is table}
             table.pool.free_only([slab for slab in range(table.pool.capacity) if slab not in there])
         for expert, (slab, begin) in found.items():
-            self.core.table_of[expert.layer].pool.place(slab, lambda room_bytes, begin=begin: begin)  # type: ignore[misc]
-            self.core.place(expert, slab)
+            self.core.place(expert, slab, begin=begin)
 
     def pin_prefix(self) -> Iterator[ExpertId]:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""

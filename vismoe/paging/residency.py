@@ -647,9 +647,11 @@ class Residency:
                 self.link.wake()
 
     # -- from the start, after an interrupt, and to look at
-    def place(self, expert: ExpertId, slab: int, pinned: bool = False) -> None:
-        """The expert is there from the start, without a copy: in `slab`, which was taken for it."""
+    def place(self, expert: ExpertId, slab: int, pinned: bool = False, begin: int = 0) -> None:
+        """The expert is there from the start, without a copy: in `slab`, which was taken for it; `begin`: as `SlabPool.place`."""
         table = self.table_of[expert.layer]
+        if begin:
+            table.pool.place(slab, lambda room_bytes: begin)
         table.begin_load(table.flat(expert), slab)
         table.end_load(table.flat(expert), succeeded=True)
         table.pinned[slab] = pinned

@@ -21,7 +21,7 @@ import torch
 from vismoe.errors import ConfigError
 from vismoe.kernels.pages import give_pages
 from vismoe.machine.hardware import cores, host_memory
-from vismoe.pools.advice import HUGEPAGE, advise, whole_pages
+from vismoe.pools.advice import HUGEPAGE, advise
 from vismoe.pools.paged_tensor import MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVATE
 
 LEAST_BYTES = 64 * 2**20  # of memory that is worth the threads
@@ -127,18 +127,17 @@ class EarlyMemory:
 
     def has_pages(self, begin: int, nbytes: int) -> bool:
         """Whether all of these bytes have their pages."""
-        first, end = whole_pages(self.address + begin - mmap.PAGESIZE + 1, nbytes + 2 * mmap.PAGESIZE - 2)
-        there = (ctypes.c_uint8 * ((end - first) // mmap.PAGESIZE))()
-        asked = ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(end - first), there)
-        return bool(asked == 0 and all(page & 1 for page in there))
+        first, end = begin // mmap.PAGESIZE, -(-(begin + nbytes) // mmap.PAGESIZE)
+        there = (ctypes.c_uint8 * (end - first))()
+        place = ctypes.c_void_p(self.address + first * mmap.PAGESIZE), ctypes.c_size_t(len(there) * mmap.PAGESIZE)
+        return bool(ctypes.CDLL(None).mincore(*place, there) == 0 and all(page & 1 for page in there))
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """uint8 `[nbytes]` from the start of a page, once, with the rest given back; None where there are fewer, or none, or it
-        cannot be given back."""
+        """uint8 `[nbytes]` from the start of a page, once, with the rest given back. None, and all stays as it is, where there
+        are fewer, or none, or the rest cannot be given back."""
         self._backing.stop()
         memory = self._memory
         if memory is None or nbytes > len(memory):
-            self._memory = None
             return None
         try:
             memory.resize(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)

@@ -9,15 +9,15 @@ each record. A slab counts as filled where exactly these were read to exactly th
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vismoe.kernels.read import Stretch
-from vismoe.store.expert_store import LEAST_ROOMY_BYTES, Lies, begin_in_room, lies
+from vismoe.store.expert_store import LEAST_ROOMY_BYTES, Lies, begin_in_room, lies, room_for
 from vismoe.store.file_state import FileState
 from vismoe.store.gguf_header import GgufHeader
 from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry
-from vismoe.types import ALIGNMENT_BYTES, aligned
+from vismoe.types import RecordLayout, aligned
 
 EXPERTS = re.compile(r"\.experts\.|_exps\.")  # names of tensors of routed experts
 DRAFTS = re.compile(r"\bmtp\.")  # of the layer that drafts, which is served apart
@@ -36,27 +36,31 @@ class EarlyMatrix:
     nbytes: int
 
 
+def filling(matrices: Sequence[EarlyMatrix], at: int = 0) -> list[Stretch]:
+    """What fills a record of these at this address."""
+    found = []
+    for matrix in matrices:
+        found.append(Stretch(matrix.file, matrix.offset_bytes, [(at, matrix.nbytes)]))
+        at += matrix.nbytes
+    return found
+
+
 @dataclass(frozen=True)
 class EarlyRecords:
     """Records of the largest group of experts of one size, in the order of their slabs."""
 
     experts: Sequence[Sequence[EarlyMatrix]]
     experts_bytes: int  # of all groups
-    record_bytes: int  # without room
-    room_bytes: int
-
-    @property
-    def slab_bytes(self) -> int:
-        """From slab to slab."""
-        return aligned(self.record_bytes, self.room_bytes or ALIGNMENT_BYTES) + self.room_bytes
+    layout: RecordLayout  # of slabs, without sections
 
     def begin(self, slab: int) -> int:
         """At which byte of the slab its record begins."""
-        return begin_in_room(self._stretches(slab, 0), self.room_bytes) if self.room_bytes else 0
+        return begin_in_room(filling(self.experts[slab]), self.layout.room_bytes) if self.layout.room_bytes else 0
 
     def stretches(self, slabs: Sequence[int], slabs_at: int) -> list[Stretch]:
         """What fills some slabs, of those from this address on, in as few reads as possible."""
-        every = [one for slab in slabs for one in self._stretches(slab, slabs_at + slab * self.slab_bytes + self.begin(slab))]
+        begins = [slabs_at + slab * self.layout.record_bytes + self.begin(slab) for slab in slabs]
+        every = [one for slab, at in zip(slabs, begins) for one in filling(self.experts[slab], at)]
         found = list[Stretch]()
         for file, offset_bytes, pieces in sorted(every):
             if found and (file, offset_bytes) == (found[-1].file, found[-1].offset_bytes + found[-1].nbytes):
@@ -66,14 +70,7 @@ class EarlyRecords:
 
     def lies(self, slab: int, states: Sequence[FileState]) -> Lies:
         """What is in a slab then."""
-        return lies(self._stretches(slab, 0), states)
-
-    def _stretches(self, slab: int, record_at: int) -> list[Stretch]:
-        found, at = [], record_at
-        for matrix in self.experts[slab]:
-            found.append(Stretch(matrix.file, matrix.offset_bytes, [(at, matrix.nbytes)]))
-            at += matrix.nbytes
-        return found
+        return lies(filling(self.experts[slab]), states)
 
 
 def early_records(
@@ -101,10 +98,12 @@ def early_records(
         return None
     sizes, largest = max(groups.items(), key=lambda group: sum(group[0]) * len(group[1]))
     experts_bytes = sum(sum(sizes_of_one) * len(group) for sizes_of_one, group in groups.items())
-    records = EarlyRecords(largest, experts_bytes, aligned(sum(sizes)), boundary)
-    large = min(aligned(sum(sizes_of_one)) for sizes_of_one in groups) >= LEAST_ROOMY_BYTES
-    roomy = large and boundary > 0 and any(map(records.begin, range(len(largest))))
-    return replace(records, room_bytes=max(boundary, ALIGNMENT_BYTES) if roomy else 0)
+    layout = RecordLayout((), aligned(sum(sizes)))
+    if min(aligned(sum(sizes_of_one)) for sizes_of_one in groups) >= LEAST_ROOMY_BYTES:
+        every = (matrices_of_one for group in groups.values() for matrices_of_one in group)
+        if room_bytes := room_for((begin_in_room(filling(one), boundary) for one in every), boundary):
+            layout = layout.with_room(room_bytes)
+    return EarlyRecords(largest, experts_bytes, layout)
 
 
 def _matrices(name: str, entry: TensorEntry, file: int) -> Sequence[tuple[int, int, int, EarlyMatrix]]:

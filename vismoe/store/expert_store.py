@@ -1,6 +1,6 @@
 """What every store promises: it reads any one expert into a record, without touching another expert's bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -44,6 +44,14 @@ def begin_in_room(stretches: Sequence[Stretch], room_bytes: int) -> int:
     largest = max(stretches, key=lambda one: one.nbytes, default=None)
     begin = 0 if largest is None else (largest.offset_bytes - largest.pieces[0][0]) % room_bytes
     return 0 if begin % LARGEST_NUMBER_BYTES else begin
+
+
+def room_for(begins: Iterable[int], boundary: int) -> int:
+    """Bytes of a slab beside a record, so that a disk that needs this boundary can write there what is read past the page cache;
+    0: it can anyway, or records have to be copied. begins: where each record should begin in that many bytes."""
+    if not 0 < boundary <= BLOCK_BYTES or not any(begins):
+        return 0
+    return max(boundary, ALIGNMENT_BYTES)
 
 
 def naming_expert(expert: ExpertId, error: CheckpointError) -> CheckpointError:
@@ -155,13 +163,10 @@ class StoreOnDisk:
         return self._begin(expert, room_bytes) if self._files.hold().past_cache else 0
 
     def room_bytes(self) -> int:
-        """Of a slab beside its record, so that a disk can write there what is read past the page cache; 0: it can anyway, or
-        records have to be copied."""
+        """As `room_for`, of slabs of these experts."""
         boundary = self._files.hold().memory_bytes
-        every = [ExpertId(layer.index, expert) for layer in self.inventory.layers for expert in range(layer.num_experts)]
-        if not 0 < boundary <= BLOCK_BYTES or not any(self._begin(expert, boundary) for expert in every):
-            return 0
-        return max(boundary, ALIGNMENT_BYTES)
+        every = (ExpertId(layer.index, expert) for layer in self.inventory.layers for expert in range(layer.num_experts))
+        return room_for((self._begin(expert, boundary) for expert in every), boundary)
 
     def _begin(self, expert: ExpertId, room_bytes: int) -> int:
         if (expert, room_bytes) not in self._begins:

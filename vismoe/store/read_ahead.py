@@ -1,11 +1,11 @@
-"""Reads from disk while libraries are imported: what a model needs of its checkpoint beside the routed experts.
+"""Reads from disk while libraries are imported: what a model needs of its checkpoint.
 
 To import torch and transformers takes seconds of one core, in which the disk and other cores have nothing to do. Threads read
-large tensors meanwhile, into the memory that they will stay in: neither their bytes nor its pages are waited for later. Other
-threads let memory for slabs have its pages (`pools/backing.py`), as much as the plan will probably want; and where all experts
-will probably be resident, these are read there (`early_experts.py`). Loading does not depend on any of it. It asks here for each
-tensor before it reads one (`tensor_reads.read_new`), gets those whose file is still in the state in which it was read, and finds
-what is wrong with a file by itself.
+large tensors beside the routed experts meanwhile, into the memory that they stay in: neither their bytes nor its pages are waited
+for later. Other threads let memory for slabs have its pages (`pools/backing.py`), as much as the plan will probably want; and
+where all experts will probably be resident, these are read there (`early_experts.py`). Loading does not depend on any of it. It
+asks here for each tensor before it reads one (`tensor_reads.read_new`), gets those whose file is still in the state in which it
+was read, and finds what is wrong with a file by itself.
 """
 
 import contextlib
@@ -30,14 +30,13 @@ from vismoe.planning.case import AUTO_SHARE
 from vismoe.pools.advice import in_huge_pages
 from vismoe.pools.backing import LEAST_BYTES, SPARE_BYTES, EarlyMemory, Interval, addresses_are_free, give_way
 from vismoe.pools.pool import Filled
-from vismoe.store.early_experts import EXPERTS, EarlyRecords, early_records
+from vismoe.store.early_experts import DRAFTS, EXPERTS, EarlyRecords, early_records
 from vismoe.store.expert_store import Lies
 from vismoe.store.file_state import FileState
 from vismoe.store.files import CheckpointFiles, OpenFiles
 from vismoe.store.gguf_header import GGUF, GgufHeader, read_gguf_headers
 from vismoe.store.packed import find_store
 from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read_header
-from vismoe.types import BLOCK_BYTES
 
 LARGE_BYTES = 2**20  # of a tensor that is worth it
 SHARE = 0.5  # of free memory to read into, before a plan says what it is for
@@ -46,7 +45,7 @@ THREADS = 2  # one copies out of its bounce buffer while the disk fills the othe
 PIECE_BYTES = 2**26  # between two of them a thread can be told to give up
 RECORDS_BYTES = 2**25  # that one call reads: each return waits for the interpreter lock, which imports hold
 # Beside routed experts, routers and embeddings, which loading may make others of or leave on disk, and the layer that drafts.
-LEFT_OUT = re.compile(rf"{EXPERTS.pattern}|mlp\.gate\.|embed_tokens|\bmtp\.")
+LEFT_OUT = re.compile(rf"{EXPERTS.pattern}|mlp\.gate\.|embed_tokens|{DRAFTS.pattern}")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 SIXTEEN = 16  # bits of a number that formats make smaller
 ROOM = 1.25  # of a record's bytes, what a slab may take: blocks of a disk, and scales of integers
@@ -172,16 +171,15 @@ def _folder_of(model: str | None, revision: str | None) -> Path | None:
 
 class ReadAhead:
     """Threads that read large tensors of weight files, as many as fit into `most_bytes`, until they are stopped, and memory for
-    slabs, which gets its pages until it is taken."""
+    slabs, which gets its pages until then, and experts until it is used."""
 
     def __init__(self, weights: WeightFiles, most_bytes: int):
         self._stopped, self._given_up, self._filled_enough = threading.Event(), threading.Event(), threading.Event()
         self._found: dict[Key, torch.Tensor] = {}
         self._slabs: EarlyMemory | None = None
-        self._slabs_wanted_bytes = 0  # that the plan will probably give them
         self._records: EarlyRecords | None = None  # that are read into these slabs
         self._filled: dict[int, Lies] = {}  # by slab
-        self._taken: torch.Tensor | None = None  # the slabs, which somebody has, while threads fill them
+        self._taken: torch.Tensor | None = None  # the slabs, which threads go on to fill
         self._filling: list[threading.Thread] = []
         self._giving_pages, self._backed = threading.Lock(), list[Interval]()  # to slabs that are filled next
         self._threads: list[threading.Thread] = []
@@ -197,7 +195,7 @@ class ReadAhead:
             pass
 
     def give_up(self) -> None:
-        """Stop, with what was read forgotten that nobody has taken."""
+        """Stop, and forget what was read and not taken."""
         self._given_up.set()
         self._filled_enough.set()
         self.stop()
@@ -207,7 +205,7 @@ class ReadAhead:
             self._slabs.free()
 
     def held_bytes(self) -> int:
-        """Of what was read, and not taken yet. Nothing is read ahead any more."""
+        """Of tensors that were read, and not taken yet. No more are read ahead."""
         self.stop()
         return sum(tensor.nbytes for tensor in self._found.values())
 
@@ -229,8 +227,8 @@ class ReadAhead:
         memory, records = self._slabs, self._records
         if memory is None:
             return None
-        fits = records is not None and records.slab_bytes == slab_bytes and slab_bytes * len(records.experts) <= nbytes
-        if not fits or nbytes > memory.nbytes:
+        fits = records is not None and records.layout.record_bytes == slab_bytes and len(records.experts) * slab_bytes <= nbytes
+        if not fits:
             self._fill_no_more()  # what threads write to must stay
         taken = memory.take(nbytes)
         if taken is None:
@@ -247,7 +245,7 @@ class ReadAhead:
         return {lies: (slab, records.begin(slab)) for slab, lies in filled.items()}
 
     def take(self, key: Key) -> torch.Tensor | None:
-        """uint8 `[bytes]`, once. Nothing is read ahead any more: the caller reads the rest."""
+        """uint8 `[bytes]`, once. No more tensors are read ahead: the caller reads the rest."""
         self.stop()
         return self._found.pop(key, None)
 
@@ -261,34 +259,35 @@ class ReadAhead:
         with contextlib.suppress(*FAILURES):
             headers = [header for path in weights.paths for header in headers_of(path)]
             tensors = weights.large_tensors(headers, most_bytes)
-            self._begin_slabs(weights, headers, sum(entry.nbytes for _, entry in tensors))
+            slabs_bytes = self._begin_slabs(weights, headers, sum(entry.nbytes for _, entry in tensors))
             wanted, files = iter(tensors), CheckpointFiles(headers).for_loading(True, 1)
-            slabs = iter(self._slabs_to_fill(weights, headers, files))
+            slabs = iter(self._slabs_to_fill(weights, headers, files, slabs_bytes))
             for _ in range(THREADS - 1):
                 self._start(self._threads, self._read, files, wanted, slabs)
             self._read(files, wanted, slabs)
 
-    def _begin_slabs(self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], tensor_bytes: int) -> None:
+    def _begin_slabs(self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], tensor_bytes: int) -> int:
+        """Bytes that the plan will probably give slabs, whose memory gets pages now where that is worth it."""
         most_bytes, wanted_bytes = weights.slab_bytes(headers, tensor_bytes, host_memory()[0])
         alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"  # else the plan has a share of the memory
         if wanted_bytes >= LEAST_BYTES and cores() > 1 and alone and sys.platform == "linux" and addresses_are_free():
             with contextlib.suppress(OSError):  # there are no addresses
                 self._slabs = EarlyMemory(most_bytes, wanted_bytes)
-                self._slabs_wanted_bytes = wanted_bytes
+        return wanted_bytes
 
     def _slabs_to_fill(
-        self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], files: OpenFiles
+        self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], files: OpenFiles, slabs_bytes: int
     ) -> Sequence[Sequence[int]]:
         """Those of the largest group of experts, some at a time, if all experts will probably be resident."""
         if self._slabs is None or not weights.in_place:
             return ()
-        boundary = files.memory_bytes if weights.roomy and files.past_cache and files.memory_bytes <= BLOCK_BYTES else 0
+        boundary = files.memory_bytes if weights.roomy and files.past_cache else 0
         records = early_records(headers, weights.dtype, weights.layers, boundary)
-        if records is None or self._slabs_wanted_bytes < records.experts_bytes:
+        if records is None or slabs_bytes < records.experts_bytes:
             return ()
         self._records = records
-        slabs = range(min(len(records.experts), self._slabs.nbytes // records.slab_bytes))
-        at_once = max(1, RECORDS_BYTES // records.slab_bytes)
+        slabs = range(min(len(records.experts), self._slabs.nbytes // records.layout.record_bytes))
+        at_once = max(1, RECORDS_BYTES // records.layout.record_bytes)
         return [slabs[first : first + at_once] for first in slabs[::at_once]]
 
     def _read(self, files: OpenFiles, wanted: Iterator[tuple[int, TensorEntry]], slabs: Iterator[Sequence[int]]) -> None:
@@ -302,7 +301,7 @@ class ReadAhead:
             for some in slabs:
                 records, memory = self._records, self._slabs
                 assert records is not None and memory is not None
-                place = some[0] * records.slab_bytes, len(some) * records.slab_bytes
+                place = some[0] * records.layout.record_bytes, len(some) * records.layout.record_bytes
                 if self._filled_enough.is_set() or not self._has_pages(memory, place):
                     return
                 files.fill_all(records.stretches(some, memory.address))
@@ -339,7 +338,8 @@ def headers_of(path: Path) -> Sequence[SafetensorsHeader]:
 
 @contextlib.contextmanager
 def reading_ahead(weights: WeightFiles, most_bytes: int | None = None) -> Iterator[None]:
-    """Within, large tensors are read, until loading asks for them. most_bytes: half of what is free."""
+    """Within, large tensors are read, until loading asks for them, and experts. most_bytes: of tensors; None: half of what is
+    free."""
     if not weights.paths:
         yield
         return
@@ -358,13 +358,13 @@ def is_reading() -> bool:
 
 
 def held_bytes() -> int:
-    """Of what was read ahead in this context; nothing is any more."""
+    """As `ReadAhead.held_bytes`, in this context."""
     reading = _READING.get()
     return reading.held_bytes() if reading is not None else 0
 
 
 def backed_bytes() -> int:
-    """Of memory for slabs that has its pages in this context; nothing is done ahead any more."""
+    """As `ReadAhead.backed_bytes`, in this context."""
     reading = _READING.get()
     return reading.backed_bytes() if reading is not None else 0
 

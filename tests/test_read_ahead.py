@@ -17,6 +17,8 @@ import pytest
 import tiny_models
 import torch
 from hub_cache import put
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import vismoe
@@ -29,15 +31,17 @@ from vismoe.models.load.gguf import GgufWeights, load_gguf
 from vismoe.models.load.preview import read_config
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
-from vismoe.paging.page_table import ON_DEVICE
+from vismoe.paging.page_table import ABSENT, NO_EXPERT, ON_DEVICE
+from vismoe.paging.pager import Pager
 from vismoe.planning.needs import Hardware
 from vismoe.pools import backing
 from vismoe.store import early_experts, read_ahead
-from vismoe.store.early_experts import EarlyRecords, early_records
+from vismoe.store.early_experts import EarlyMatrix, EarlyRecords, early_records
 from vismoe.store.files import CheckpointFiles
 from vismoe.store.read_ahead import WeightFiles, backed_bytes, forget, headers_of, held_bytes, is_reading, reading_ahead, take
 from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read_header
 from vismoe.store.tensor_reads import read_new
+from vismoe.types import RecordLayout
 
 MB = 2**20
 NEEDED = ["model.layers.0.mlp.shared_experts.up_proj.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"]
@@ -310,18 +314,19 @@ def slab_bytes(checkpoint, tensors_mb=0, free_mb=1000, **settings):
     return most / MB, wanted / MB
 
 
-def test_how_much_memory_slabs_will_want(checkpoint):
-    share, room = read_ahead.SLABS_SHARE, read_ahead.ROOM
+def test_how_much_memory_slabs_will_want(checkpoint, monkeypatch):
+    monkeypatch.setattr(read_ahead, "BESIDE_BYTES", MB // 2)
+    room = read_ahead.ROOM
     assert slab_bytes(checkpoint) == (3 * room, 3), "all experts"
     assert slab_bytes(checkpoint, memory="50%") == (1.5 * room, 1.5)
     assert slab_bytes(checkpoint, format="int4") == (0.75 * room, 0.75)
     assert slab_bytes(checkpoint, memory="50%", format="int4") == (0.75 * room, 0.75), "a share of what the file holds"
     assert slab_bytes(checkpoint, memory="25%", format="lossless") == (0.75 * room, 0.75)
     for memory in ("3MiB", str(3 * MB), 3 * MB):
-        assert slab_bytes(checkpoint, tensors_mb=1, memory=memory) == (3, int(share * 2 * MB) / MB), "beside other tensors"
+        assert slab_bytes(checkpoint, tensors_mb=1, memory=memory) == (3, 1.5), "beside other tensors"
     assert slab_bytes(checkpoint, tensors_mb=4, memory="3MiB") == (3, 0)
-    assert slab_bytes(checkpoint, free_mb=2) == (int(1.6 * MB) / MB, int(share * int(1.6 * MB)) / MB), "what a plan takes"
-    assert slab_bytes(checkpoint, free_mb=1, memory="3MiB") == (1, int(share * MB) / MB), "loading says that it is too much"
+    assert slab_bytes(checkpoint, free_mb=2) == (int(1.6 * MB) / MB, int(1.1 * MB) / MB), "what a plan takes"
+    assert slab_bytes(checkpoint, free_mb=1, memory="3MiB") == (1, 0.5), "loading says that it is too much"
     for wrong in ({"memory": "much"}, {"memory": "0%"}, {"format": "int3"}):
         assert slab_bytes(checkpoint, **wrong) == (0, 0)
 
@@ -422,9 +427,51 @@ def test_experts_of_several_sizes_are_read_ahead_where_most_of_them_lie(tmp_path
     assert 0 < was_read(pager) <= 12 * min(sizes) and torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"memory": "50%"}, {"deterministic": True}, {"reads": "cached"}, {"format": "int8"}], ids=str
-)
+def evenly_spread(pager, share):
+    """Whether each layer has this share of its experts, those of the lowest numbers, as far as whole experts add up to it."""
+    counts = [int(np.count_nonzero(layer != ABSENT)) for layer in pager.residency()]
+    lowest = all((layer[:count] != ABSENT).all() for layer, count in zip(pager.residency(), counts, strict=True))
+    return lowest and all(abs(count - share * pager.inventory.layers[0].num_experts) < 1 for count in counts)
+
+
+@pytest.mark.parametrize("settings", [{"memory": "50%"}, {"memory": "50%", "pinned_layers": 1}, {"memory": "30%"}], ids=str)
+def test_where_not_all_experts_fit_a_part_of_each_layer_is_read_ahead(settings, tmp_path, of_any_size, small_pools, monkeypatch):
+    folder, began, real = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16), [], Pager.start_with
+
+    def start_with(pager, found):
+        real(pager, found)
+        began.append(evenly_spread(pager, len(found) / np.count_nonzero(pager.residency() != NO_EXPERT)))
+
+    monkeypatch.setattr(Pager, "start_with", start_with)
+    pager, logits, expected = reading_and_loading(folder, **settings)
+    assert began == [True] and torch.equal(logits, expected)
+    pager.check_integrity()
+
+
+def test_a_part_of_each_layer_saves_its_reads_and_outlives_a_plan_of_fewer_slabs(tmp_path, of_any_size, small_pools, monkeypatch):
+    """Of what was read, the slabs that there are hold the first."""
+    folder, real = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16), WeightFiles.slab_bytes
+    without = was_read(reading_and_loading(folder, memory="50%", deterministic=True)[0])
+    pager, logits, expected = reading_and_loading(folder, memory="50%")
+    assert was_read(pager) < 0.8 * without and torch.equal(logits, expected)
+    monkeypatch.setattr(WeightFiles, "slab_bytes", lambda *given: tuple(nbytes * 2 for nbytes in real(*given)))
+    pager, logits, expected = reading_and_loading(folder, memory="40%")
+    assert torch.equal(logits, expected)
+    pager.check_integrity()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.floats(0, 1))
+def test_a_share_is_that_of_each_layer_and_adds_up(counts, share):
+    layers = [layer for layer, count in enumerate(counts) for _ in range(count)]
+    matrices = [[EarlyMatrix(0, number, 1)] for number in range(len(layers))]
+    part = EarlyRecords(matrices, layers, len(layers), RecordLayout((), 64)).evenly(share)
+    assert len(part.experts) == len(part.layers) == int(share * len(layers))
+    for layer, count in enumerate(counts):
+        mine = [one for one, of in zip(part.experts, part.layers, strict=True) if of == layer]
+        assert mine == matrices[sum(counts[:layer]) :][: len(mine)] and abs(len(mine) - share * count) < 1
+
+
+@pytest.mark.parametrize("settings", [{"deterministic": True}, {"reads": "cached"}, {"format": "int8"}], ids=str)
 def test_experts_are_not_read_ahead_where_it_is_not_known_that_they_stay(settings, tmp_path, of_any_size, small_pools):
     folder = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
     if "format" in settings:
@@ -509,7 +556,8 @@ def test_slabs_that_are_not_those_are_filled_no_more(slabs, tmp_path, of_any_siz
         taken = reading.take_memory(slabs * slab_bytes, slab_bytes)
         assert not any(thread.is_alive() for thread in reading._filling)
         assert len(reading._filled) < len(reading._records.experts), "they were told to end"
-        assert taken is None if slabs > 1 else len(taken[0]) == slab_bytes and taken[1]() == {}
+        filled = len(reading._filled)
+        assert taken is None if slabs > 1 else len(taken[0]) == slab_bytes and len(taken[1]()) == filled > 0
         assert reading._slabs._memory is None
 
 

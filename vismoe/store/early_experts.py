@@ -7,9 +7,9 @@ each record. A slab counts as filled where exactly these were read to exactly th
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vismoe.kernels.read import Stretch
@@ -49,9 +49,21 @@ def filling(matrices: Sequence[EarlyMatrix], at: int = 0) -> list[Stretch]:
 class EarlyRecords:
     """Records of the largest group of experts of one size, in the order of their slabs."""
 
-    experts: Sequence[Sequence[EarlyMatrix]]
+    experts: Sequence[Sequence[EarlyMatrix]]  # layer by layer
+    layers: Sequence[int]  # of which layer each is
     experts_bytes: int  # of all groups
     layout: RecordLayout  # of slabs, without sections
+
+    def evenly(self, share: float) -> "EarlyRecords":
+        """This share of the experts of each layer, those of the lowest numbers: what a prompt lacks is read while it computes
+        them, in every layer alike."""
+        counts, before, given = Counter(self.layers), 0, 0
+        kept = list[int]()
+        for count in counts.values():
+            few = int(share * (before + count)) - given  # so that they add up
+            kept += range(before, before + few)
+            before, given = before + count, given + few
+        return replace(self, experts=[self.experts[n] for n in kept], layers=[self.layers[n] for n in kept])
 
     def begin(self, slab: int) -> int:
         """At which byte of the slab its record begins."""
@@ -90,20 +102,20 @@ def early_records(
             for layer, expert, order, matrix in matrices:
                 if encoded or not isinstance(layers, int) or layer < layers:
                     experts[layer, expert][order] = matrix
-    groups: dict[tuple[int, ...], list[list[EarlyMatrix]]] = defaultdict(list)
-    for _, found in sorted(experts.items()):
+    groups: dict[tuple[int, ...], dict[tuple[int, int], list[EarlyMatrix]]] = defaultdict(dict)
+    for expert_id, found in sorted(experts.items()):
         matrices_of_one = [matrix for _, matrix in sorted(found.items())]
-        groups[tuple(matrix.nbytes for matrix in matrices_of_one)].append(matrices_of_one)
+        groups[tuple(matrix.nbytes for matrix in matrices_of_one)][expert_id] = matrices_of_one
     if not groups:
         return None
     sizes, largest = max(groups.items(), key=lambda group: sum(group[0]) * len(group[1]))
     experts_bytes = sum(sum(sizes_of_one) * len(group) for sizes_of_one, group in groups.items())
     layout = RecordLayout((), aligned(sum(sizes)))
     if min(aligned(sum(sizes_of_one)) for sizes_of_one in groups) >= LEAST_ROOMY_BYTES:
-        every = (matrices_of_one for group in groups.values() for matrices_of_one in group)
+        every = (matrices_of_one for group in groups.values() for matrices_of_one in group.values())
         if room_bytes := room_for((begin_in_room(filling(one), boundary) for one in every), boundary):
             layout = layout.with_room(room_bytes)
-    return EarlyRecords(largest, experts_bytes, layout)
+    return EarlyRecords([*largest.values()], [layer for layer, _ in largest], experts_bytes, layout)
 
 
 def _matrices(name: str, entry: TensorEntry, file: int) -> Sequence[tuple[int, int, int, EarlyMatrix]]:

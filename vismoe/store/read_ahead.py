@@ -3,7 +3,7 @@
 To import torch and transformers takes seconds of one core, in which the disk and other cores have nothing to do. Threads read
 large tensors beside the routed experts meanwhile, into the memory that they stay in: neither their bytes nor its pages are waited
 for later. Other threads let memory for slabs have its pages (`pools/backing.py`), as much as the plan will probably want; and
-where all experts will probably be resident, these are read there (`early_experts.py`). Loading does not depend on any of it. It
+experts are read there (`early_experts.py`), of each layer as many as will probably fit. Loading does not depend on any of it. It
 asks here for each tensor before it reads one (`tensor_reads.read_new`), gets those whose file is still in the state in which it
 was read, and finds what is wrong with a file by itself.
 """
@@ -40,10 +40,11 @@ from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read
 
 LARGE_BYTES = 2**20  # of a tensor that is worth it
 SHARE = 0.5  # of free memory to read into, before a plan says what it is for
-SLABS_SHARE = 0.85  # of the memory that a plan has beside these tensors; what a prompt computes takes the rest
-THREADS = 2  # one copies out of its bounce buffer while the disk fills the other's
+BESIDE_BYTES = 2**29  # of a plan's memory, for keys, values and what a prompt computes; slabs probably get the rest
+THREADS = 3  # while some wait for a core, or for the interpreter lock, the disk has work
 PIECE_BYTES = 2**26  # between two of them a thread can be told to give up
-RECORDS_BYTES = 2**25  # that one call reads: each return waits for the interpreter lock, which imports hold
+RECORDS_BYTES = 2**27  # that one call reads: each return waits for the interpreter lock, which imports hold
+PAGES_BYTES = 2**25  # that memory gets between two looks whether it shall get any more
 # Beside routed experts, routers and embeddings, which loading may make others of or leave on disk, and the layer that drafts.
 LEFT_OUT = re.compile(rf"{EXPERTS.pattern}|mlp\.gate\.|embed_tokens|{DRAFTS.pattern}")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -147,7 +148,7 @@ class WeightFiles:
             return 0, 0
         held_bytes = int(experts_bytes * min(bits / SIXTEEN, budget.expert_share or 1))
         all_bytes = min(free_bytes, budget.total_bytes or int(AUTO_SHARE * free_bytes))
-        wanted_bytes = max(0, min(held_bytes, int(SLABS_SHARE * (all_bytes - tensor_bytes))))
+        wanted_bytes = max(0, min(held_bytes, all_bytes - tensor_bytes - BESIDE_BYTES))
         return min(int(held_bytes * ROOM), all_bytes), wanted_bytes
 
     def _stays(self, name: str, entry: TensorEntry, in_gguf: bool) -> bool:
@@ -227,8 +228,8 @@ class ReadAhead:
         memory, records = self._slabs, self._records
         if memory is None:
             return None
-        fits = records is not None and records.layout.record_bytes == slab_bytes and len(records.experts) * slab_bytes <= nbytes
-        if not fits:
+        alike = records is not None and records.layout.record_bytes == slab_bytes
+        if not alike or len(records.experts) * slab_bytes > nbytes:
             self._fill_no_more()  # what threads write to must stay
         taken = memory.take(nbytes)
         if taken is None:
@@ -236,7 +237,7 @@ class ReadAhead:
             memory.free()
             return None
         self._taken = taken
-        return taken, self._lying if fits else dict
+        return taken, self._lying if alike else dict
 
     def _lying(self) -> Filled:
         self._fill_no_more()
@@ -278,14 +279,14 @@ class ReadAhead:
     def _slabs_to_fill(
         self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], files: OpenFiles, slabs_bytes: int
     ) -> Sequence[Sequence[int]]:
-        """Those of the largest group of experts, some at a time, if all experts will probably be resident."""
+        """Those of the largest group of experts, some at a time: of every layer as many as will probably be resident."""
         if self._slabs is None or not weights.in_place:
             return ()
         boundary = files.memory_bytes if weights.roomy and files.past_cache else 0
         records = early_records(headers, weights.dtype, weights.layers, boundary)
-        if records is None or slabs_bytes < records.experts_bytes:
+        if records is None:
             return ()
-        self._records = records
+        self._records = records = records.evenly(min(1, slabs_bytes / records.experts_bytes))
         slabs = range(min(len(records.experts), self._slabs.nbytes // records.layout.record_bytes))
         at_once = max(1, RECORDS_BYTES // records.layout.record_bytes)
         return [slabs[first : first + at_once] for first in slabs[::at_once]]
@@ -309,14 +310,16 @@ class ReadAhead:
 
     def _has_pages(self, memory: EarlyMemory, place: Interval) -> bool:
         """Whether this part of it has its pages, which it gets now, unless no memory is to be taken any more."""
-        with self._giving_pages:
-            if self._stopped.is_set():
-                return memory.has_pages(*place)
-            if host_memory()[0] < SPARE_BYTES + RECORDS_BYTES:
-                return False
-            self._backed.append(place)
-            memory.back(*place)
-            return True
+        end = sum(place)
+        for begin in range(place[0], end, PAGES_BYTES):
+            with self._giving_pages:
+                if self._stopped.is_set():
+                    return memory.has_pages(*place)
+                if host_memory()[0] < SPARE_BYTES + PAGES_BYTES:
+                    return False
+                self._backed.append((begin, min(PAGES_BYTES, end - begin)))
+                memory.back(*self._backed[-1])
+        return True
 
     def _read_tensors(self, files: OpenFiles, wanted: Iterator[tuple[int, TensorEntry]]) -> None:
         for file, entry in wanted:

@@ -406,13 +406,12 @@ def _chooser(model: Any, configuration: Configuration, policy: Policy, hotness: 
 
 
 def _read_ahead(pager: Pager, store: StoreOnDisk) -> dict[ExpertId, tuple[int, int]]:
-    """Experts of this store that were read into their slabs while libraries were imported, as `Pager.start_with` takes them. None
-    of a pool that does not hold all its experts: what stays there is chosen otherwise."""
+    """Experts of this store that were read into their slabs while libraries were imported, as `Pager.start_with` takes them."""
     found = dict[ExpertId, tuple[int, int]]()
     for geometry, table in enumerate(pager.tables):
         for pool in table.pool.pools:
             filled, pool.filled = pool.filled(), dict
-            for layer in pager.inventory.layers_of(geometry) if filled and table.has_room_for_all else ():
+            for layer in pager.inventory.layers_of(geometry) if filled else ():
                 for expert in (ExpertId(layer.index, number) for number in range(layer.num_experts)):
                     slab, begin = filled.pop(store.lies(expert), (pool.capacity, 0))
                     if slab < pool.capacity and begin < max(1, pool.layout.room_bytes):

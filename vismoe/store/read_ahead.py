@@ -229,7 +229,7 @@ class ReadAhead:
         if memory is None:
             return None
         alike = records is not None and records.layout.record_bytes == slab_bytes
-        if not alike or len(records.experts) * slab_bytes > nbytes:
+        if records is None or not alike or len(records.experts) * slab_bytes > nbytes:
             self._fill_no_more()  # what threads write to must stay
         taken = memory.take(nbytes)
         if taken is None:

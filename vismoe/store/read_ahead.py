@@ -41,6 +41,7 @@ from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read
 LARGE_BYTES = 2**20  # of a tensor that is worth it
 SHARE = 0.5  # of free memory to read into, before a plan says what it is for
 BESIDE_BYTES = 2**29  # of a plan's memory, for keys, values and what a prompt computes; slabs probably get the rest
+PART = 0.9  # of these slabs, what is filled where not all experts fit: a plan of fewer slabs would end it before weights load
 THREADS = 3  # while some wait for a core, or for the interpreter lock, the disk has work
 PIECE_BYTES = 2**26  # between two of them a thread can be told to give up
 RECORDS_BYTES = 2**27  # that one call reads: each return waits for the interpreter lock, which imports hold
@@ -286,7 +287,8 @@ class ReadAhead:
         records = early_records(headers, weights.dtype, weights.layers, boundary)
         if records is None:
             return ()
-        self._records = records = records.evenly(min(1, slabs_bytes / records.experts_bytes))
+        share = slabs_bytes / records.experts_bytes
+        self._records = records = records.evenly(1 if share >= 1 else PART * share)
         slabs = range(min(len(records.experts), self._slabs.nbytes // records.layout.record_bytes))
         at_once = max(1, RECORDS_BYTES // records.layout.record_bytes)
         return [slabs[first : first + at_once] for first in slabs[::at_once]]

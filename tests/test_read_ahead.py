@@ -36,12 +36,11 @@ from vismoe.paging.pager import Pager
 from vismoe.planning.needs import Hardware
 from vismoe.pools import backing
 from vismoe.store import early_experts, read_ahead
-from vismoe.store.early_experts import EarlyMatrix, EarlyRecords, early_records
+from vismoe.store.early_experts import EarlyRecords, early_records, evenly
 from vismoe.store.files import CheckpointFiles
 from vismoe.store.read_ahead import WeightFiles, backed_bytes, forget, headers_of, held_bytes, is_reading, reading_ahead, take
 from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read_header
 from vismoe.store.tensor_reads import read_new
-from vismoe.types import RecordLayout
 
 MB = 2**20
 NEEDED = ["model.layers.0.mlp.shared_experts.up_proj.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"]
@@ -467,12 +466,11 @@ def test_a_part_of_each_layer_saves_its_reads_and_outlives_a_plan_of_fewer_slabs
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.floats(0, 1))
 def test_a_share_is_that_of_each_layer_and_adds_up(counts, share):
     layers = [layer for layer, count in enumerate(counts) for _ in range(count)]
-    matrices = [[EarlyMatrix(0, number, 1)] for number in range(len(layers))]
-    part = EarlyRecords(matrices, layers, len(layers), RecordLayout((), 64)).evenly(share)
-    assert len(part.experts) == len(part.layers) == int(share * len(layers))
+    kept = evenly(layers, share)
+    assert len(kept) == int(share * len(layers))
     for layer, count in enumerate(counts):
-        mine = [one for one, of in zip(part.experts, part.layers, strict=True) if of == layer]
-        assert mine == matrices[sum(counts[:layer]) :][: len(mine)] and abs(len(mine) - share * count) < 1
+        mine, first = [number for number in kept if layers[number] == layer], sum(counts[:layer])
+        assert mine == [*range(first, first + len(mine))] and abs(len(mine) - share * count) < 1
 
 
 @pytest.mark.parametrize("settings", [{"deterministic": True}, {"reads": "cached"}, {"format": "int8"}], ids=str)
@@ -566,14 +564,15 @@ def test_slabs_that_are_not_those_are_filled_no_more(slabs, tmp_path, of_any_siz
 
 
 def test_of_which_tensors_records_are_made(tmp_path):
-    def records(tensors, dtype="bfloat16", layers=None):
+    def records(tensors, dtype="bfloat16", layers=None, slabs_bytes=MB):
         save_file({name: torch.zeros(shape, dtype=kind) for name, (shape, kind) in tensors.items()}, tmp_path / "m.safetensors")
-        return early_records([read_header(tmp_path / "m.safetensors")], dtype, layers, 0)
+        return early_records([read_header(tmp_path / "m.safetensors")], dtype, layers, 0, slabs_bytes)
 
     bf16, at = torch.bfloat16, "model.layers.{}.mlp.experts.{}.{}_proj.weight"
     one = {at.format(layer, e, m): ((64, 32), bf16) for layer in (0, 1) for e in (0, 1) for m in ("gate", "up", "down")}
     found = records(one)
-    assert len(found.experts) == 4 and found.layout.record_bytes == 3 * 4096 and found.experts_bytes == 4 * 3 * 4096
+    assert len(found.experts) == 4 and found.layout.record_bytes == 3 * 4096
+    assert [len(records(one, slabs_bytes=4 * 3 * 4096 - less).experts) for less in (0, 1)] == [4, 3], "of all or a part"
     assert len(records(one, layers=1).experts) == 2, "a layer that drafts lies behind the others"
     assert len(records(one | {"mtp." + name: of for name, of in one.items()}).experts) == 4
     assert records(one, dtype="float32") is None, "they are cast"
@@ -601,7 +600,7 @@ def test_of_which_tensors_records_are_made(tmp_path):
 def test_of_tensors_that_are_no_matrices_of_experts_no_records_are_made(name, shape):
     nbytes = 2 * math.prod(shape)
     header = SafetensorsHeader(Path("m"), nbytes, 0, {name: TensorEntry(0, nbytes, shape, torch.bfloat16)}, "")
-    assert early_records([header], "bfloat16", 1, 512) is None
+    assert early_records([header], "bfloat16", 1, 512, MB) is None
 
 
 def test_a_load_that_failed_keeps_no_slabs_and_the_next_one_reads_its_own(tmp_path, of_any_size, small_pools, monkeypatch):

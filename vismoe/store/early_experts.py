@@ -9,7 +9,7 @@ each record. A slab counts as filled where exactly these were read to exactly th
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vismoe.kernels.read import Stretch
@@ -24,6 +24,7 @@ DRAFTS = re.compile(r"\bmtp\.")  # of the layer that drafts, which is served apa
 OF_ONE = re.compile(r"\.layers\.(?P<layer>\d+)\..*\.experts\.(?P<expert>\d+)\.(?P<matrix>\w+?)(_proj)?\.weight$")
 OF_ALL = re.compile(r"(.*\.layers|blk)\.(?P<layer>\d+)\.(.*\.experts\.|ffn_)(?P<matrix>\w+?)(_proj|_exps\.weight)")
 MOST_NAME = 500  # characters of a tensor's name
+PART = 0.9  # of slabs that do not hold all experts, what is filled: a plan of fewer would end it before weights load
 ORDER = {"gate": 0, "w1": 0, "gate_up": 0, "up": 1, "w3": 1, "down": 2, "w2": 2}  # of matrices in a record
 
 
@@ -49,21 +50,8 @@ def filling(matrices: Sequence[EarlyMatrix], at: int = 0) -> list[Stretch]:
 class EarlyRecords:
     """Records of the largest group of experts of one size, in the order of their slabs."""
 
-    experts: Sequence[Sequence[EarlyMatrix]]  # layer by layer
-    layers: Sequence[int]  # of which layer each is
-    experts_bytes: int  # of all groups
+    experts: Sequence[Sequence[EarlyMatrix]]
     layout: RecordLayout  # of slabs, without sections
-
-    def evenly(self, share: float) -> "EarlyRecords":
-        """This share of the experts of each layer, those of the lowest numbers: what a prompt lacks is read while it computes
-        them, in every layer alike."""
-        counts, before, given = Counter(self.layers), 0, 0
-        kept = list[int]()
-        for count in counts.values():
-            few = int(share * (before + count)) - given  # so that they add up
-            kept += range(before, before + few)
-            before, given = before + count, given + few
-        return replace(self, experts=[self.experts[n] for n in kept], layers=[self.layers[n] for n in kept])
 
     def begin(self, slab: int) -> int:
         """At which byte of the slab its record begins."""
@@ -85,11 +73,22 @@ class EarlyRecords:
         return lies(filling(self.experts[slab]), states)
 
 
+def evenly(layers: Sequence[int], share: float) -> list[int]:
+    """Which of some experts make up this share of each layer: the first ones. layers: of each expert, ascending."""
+    kept, begin = list[int](), 0
+    for count in Counter(layers).values():
+        kept += range(begin, begin + int(share * (begin + count)) - len(kept))  # so that they add up
+        begin += count
+    return kept
+
+
 def early_records(
-    headers: Sequence[SafetensorsHeader], dtype: str | None, layers: int | None, boundary: int
+    headers: Sequence[SafetensorsHeader], dtype: str | None, layers: int | None, boundary: int, slabs_bytes: int
 ) -> EarlyRecords | None:
     """Of these files; None where names do not tell. dtype: of the model's numbers; layers: behind which files may have more;
-    None: not known. boundary: to what memory is aligned that the disk can write to, 0 where slabs have no room."""
+    None: not known. boundary: to what memory is aligned that the disk can write to, 0 where slabs have no room. slabs_bytes: that
+    slabs will probably take. Where they do not hold all experts, it is the same share of each layer: what a prompt lacks is read
+    while it computes these."""
     experts: dict[tuple[int, int], dict[int, EarlyMatrix]] = defaultdict(dict)
     for file, header in enumerate(headers):
         for name, entry in header.tensors.items():
@@ -115,7 +114,10 @@ def early_records(
         every = (matrices_of_one for group in groups.values() for matrices_of_one in group.values())
         if room_bytes := room_for((begin_in_room(filling(one), boundary) for one in every), boundary):
             layout = layout.with_room(room_bytes)
-    return EarlyRecords([*largest.values()], [layer for layer, _ in largest], experts_bytes, layout)
+    share = slabs_bytes / experts_bytes
+    kept = evenly([layer for layer, _ in largest], 1 if share >= 1 else PART * share)
+    records = [*largest.values()]
+    return EarlyRecords([records[n] for n in kept], layout)
 
 
 def _matrices(name: str, entry: TensorEntry, file: int) -> Sequence[tuple[int, int, int, EarlyMatrix]]:

@@ -29,6 +29,7 @@ from vismoe.pair import BITS, Format
 from vismoe.planning.case import AUTO_SHARE
 from vismoe.pools.advice import in_huge_pages
 from vismoe.pools.backing import LEAST_BYTES, SPARE_BYTES, EarlyMemory, Interval, addresses_are_free, give_way
+from vismoe.pools.backing import PIECE_BYTES as PAGES_BYTES
 from vismoe.pools.pool import Filled
 from vismoe.store.early_experts import DRAFTS, EXPERTS, EarlyRecords, early_records
 from vismoe.store.expert_store import Lies
@@ -41,11 +42,9 @@ from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read
 LARGE_BYTES = 2**20  # of a tensor that is worth it
 SHARE = 0.5  # of free memory to read into, before a plan says what it is for
 BESIDE_BYTES = 2**29  # of a plan's memory, for keys, values and what a prompt computes; slabs probably get the rest
-PART = 0.9  # of these slabs, what is filled where not all experts fit: a plan of fewer slabs would end it before weights load
 THREADS = 3  # while some wait for a core, or for the interpreter lock, the disk has work
 PIECE_BYTES = 2**26  # between two of them a thread can be told to give up
 RECORDS_BYTES = 2**27  # that one call reads: each return waits for the interpreter lock, which imports hold
-PAGES_BYTES = 2**25  # that memory gets between two looks whether it shall get any more
 # Beside routed experts, routers and embeddings, which loading may make others of or leave on disk, and the layer that drafts.
 LEFT_OUT = re.compile(rf"{EXPERTS.pattern}|mlp\.gate\.|embed_tokens|{DRAFTS.pattern}")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -229,8 +228,9 @@ class ReadAhead:
         memory, records = self._slabs, self._records
         if memory is None:
             return None
-        alike = records is not None and records.layout.record_bytes == slab_bytes
-        if records is None or not alike or len(records.experts) * slab_bytes > nbytes:
+        if records is not None and records.layout.record_bytes != slab_bytes:
+            records = None  # a wrong guess
+        if records is None or len(records.experts) * slab_bytes > nbytes:
             self._fill_no_more()  # what threads write to must stay
         taken = memory.take(nbytes)
         if taken is None:
@@ -238,7 +238,7 @@ class ReadAhead:
             memory.free()
             return None
         self._taken = taken
-        return taken, self._lying if alike else dict
+        return taken, self._lying if records is not None else dict
 
     def _lying(self) -> Filled:
         self._fill_no_more()
@@ -284,11 +284,9 @@ class ReadAhead:
         if self._slabs is None or not weights.in_place:
             return ()
         boundary = files.memory_bytes if weights.roomy and files.past_cache else 0
-        records = early_records(headers, weights.dtype, weights.layers, boundary)
+        self._records = records = early_records(headers, weights.dtype, weights.layers, boundary, slabs_bytes)
         if records is None:
             return ()
-        share = slabs_bytes / records.experts_bytes
-        self._records = records = records.evenly(1 if share >= 1 else PART * share)
         slabs = range(min(len(records.experts), self._slabs.nbytes // records.layout.record_bytes))
         at_once = max(1, RECORDS_BYTES // records.layout.record_bytes)
         return [slabs[first : first + at_once] for first in slabs[::at_once]]

@@ -86,18 +86,20 @@ def test_a_size_of_passes_is_measured_by_demand_paging_first_and_not_while_the_p
     streaming = Streaming([MoELayer(i, "", 8, 4, 0) for i in range(2)], possible=True)
 
     def a_pass(tokens: int, full: bool = True, missed: int = 4, phase: Phase = Phase.DECODE) -> Verdict:
-        streaming.begin_pass(phase, tokens, slabs=12, full=full, compute_s=0.5)
+        streaming.begin_pass(phase, tokens, slabs=12, full=full, compute_s=0.5 * a_pass.slower)
         verdict = streaming.verdict
+        a_pass.slower = 1 if full else 8  # the first write to memory
         late = 1 if streaming.on else missed  # which says nothing of demand paging
         for _ in range(2):
             streaming.demand(8, late)
             streaming.stall_s += late * 0.5
         for number in range(2 * missed):  # two at a time, each of a second
-            streaming.copied(a_pass.now_s + number // 2, a_pass.now_s + number // 2 + 1)
+            began_s = a_pass.now_s + number // 2 * a_pass.slower
+            streaming.copied(began_s, began_s + a_pass.slower)
         a_pass.now_s += 100
         return verdict
 
-    a_pass.now_s = 0.0
+    a_pass.now_s, a_pass.slower = 0.0, 1
     assert [a_pass(16, full=False) for _ in range(3)] == [Verdict.UNMEASURED] * 3
     assert [a_pass(16) for _ in range(3)] == [Verdict.UNMEASURED, Verdict.STREAMED, Verdict.STREAMED]
     assert a_pass(32) is Verdict.UNMEASURED, "nothing is known of passes of another size"
@@ -105,6 +107,7 @@ def test_a_size_of_passes_is_measured_by_demand_paging_first_and_not_while_the_p
     assert [a_pass(16, phase=Phase.ENCODE) for _ in range(3)] == [Verdict.UNMEASURED] * 3
     streaming.begin_pass(Phase.ENCODE, 16, slabs=12, full=True, compute_s=0.5)
     assert streaming._known[Phase.DECODE, 5] == Passes(pytest.approx(1.0, abs=1e-4), 0.5, 0.5, 1.0, streamed=True)
+    assert streaming._copy_s == 0.5
 
 
 # -- in virtual time

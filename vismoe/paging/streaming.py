@@ -165,21 +165,20 @@ class Streaming:
         return estimate.ring if self.on else 0
 
     def _settle(self, compute_s: float) -> None:
-        """What is known after a pass."""
-        if self._copies:
+        """What is known after a pass; nothing of one that filled the pool, for it wrote to memory for the first time."""
+        if self._typical and self._copies:
             self._copy_s = _mean(self._copy_s or None, self._busy_s / self._copies)
-            self._copies, self._busy_s = 0, 0.0
         known = self._running
-        if self._ran and known is not None:
+        if self._typical and self._ran and known is not None:
             known.wanted = _mean(known.wanted, self.demanded / (self._ran * self._experts))
             known.compute_s = _mean(known.compute_s, compute_s)
-            if not self.on and self._typical:
+            if not self.on:
                 if self.missed and self._copy_s > 0:
                     share = min(1.0, self.stall_s / (self.missed * self._copy_s))
                     known.waited = share if known.missed is None else _mean(known.waited, share)
                 known.missed = _mean(known.missed, self.missed / (self._layers * self._experts))
-        self.demanded = self.missed = self._ran = 0
-        self.stall_s = 0.0
+        self.demanded = self.missed = self._ran = self._copies = 0
+        self.stall_s = self._busy_s = 0.0
 
 
 def _mean(before: float | None, newest: float) -> float:

@@ -519,6 +519,7 @@ def test_slabs_go_on_being_filled_while_weights_load_and_take_no_memory_then(tmp
     folder = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
     begun, go_on, asked, real = threading.Event(), threading.Event(), [], EarlyRecords.stretches
     monkeypatch.setattr(read_ahead, "RECORDS_BYTES", 1)  # one at a time
+    monkeypatch.setattr(read_ahead, "THREADS", 2)  # each may be about to fill one that has got its pages
 
     def stretches(records, slabs, slabs_at):
         begun.set()

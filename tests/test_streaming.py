@@ -244,6 +244,18 @@ def test_two_geometries_of_any_small_size_are_streamed(seed, first, second, orde
         random_walk(seed, 60, [4, 9, 4, 9], [0, 1, 0, 1], [first, second], order=order, window=2)
 
 
+def test_a_layer_that_follows_itself_is_not_copied_ahead_of_its_own_demand(always):
+    """The only one, or the one at which the pass before ended early."""
+    rng, pager = random.Random(3), make_pager(NumberStore([12], [0]), [5], threads=3)
+    for _ in range(800):
+        pager.begin_step(Phase.DECODE)
+        wanted = sorted(rng.sample(range(12), 8))
+        with pager.demand(0, wanted) as demand:
+            assert sorted(lent_by(demand, 0)) == wanted
+        pager.check_integrity()
+    pager.close()
+
+
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
 def test_ctrl_c_at_lines_of_a_streamed_pass_is_repaired(always, phase):
     interrupt_everywhere(phase, lambda: make_pager(NumberStore([8] * 3, [0, 1, 0]), [4, 4], threads=1), 20, every=17)

@@ -383,7 +383,8 @@ class Residency:
 
     def enter(self, layer: int, wanted: Sequence[int]) -> None:
         """The layer begins, and its router has spoken."""
-        self._next_layer[self.phase, self._entered] = layer
+        if layer != self._entered:  # else the pass before ended early, or there is one layer
+            self._next_layer[self.phase, self._entered] = layer
         if self.running_layer < 0:
             self._begins_with[self.phase] = layer
         self.running_layer = self._entered = layer
@@ -456,7 +457,7 @@ class Residency:
         for expert in self.table_of[layer].drop_ahead(layer):
             self.count_wasted(expert)
         following = self._next_layer.get((self.phase, layer), self._after[layer])
-        if following > layer or self.phase is Phase.DECODE:
+        if following > layer or (self.phase is Phase.DECODE and following != layer):
             self._stream(following)
 
     def _stream(self, layer: int) -> None:

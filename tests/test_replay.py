@@ -156,7 +156,7 @@ class Stepped:
             tokens = int(demand.tokens.sum()) // pager.inventory.layers[demand.layer].top_k
             pager.begin_step(demand.phase, tokens=tokens)
         self.last, keep = demand, None if decoding else set(demand.last.tolist())
-        with pager.demand(demand.layer, demand.experts.tolist(), keep) as lent:
+        with pager.demand(demand.layer, demand.experts.tolist(), keep, tokens=demand.tokens.tolist()) as lent:
             core = pager.core
             if conditions.prefetch and (core.misses_this_step or core.misses_last_step) and core.may_guess:
                 pager.look_ahead(demand.layer, demand.scores.astype(np.float32))

@@ -10,7 +10,7 @@ from searching import examples
 
 import vismoe
 from vismoe import VisMoEConfig
-from vismoe.timeline import Timeline
+from vismoe.timeline import COPIES, Timeline
 
 
 def test_spans_become_complete_events_on_named_tracks(tmp_path):
@@ -37,7 +37,7 @@ def test_a_paged_forward_writes_one_span_per_copy_and_group_of_experts(tmp_path)
     pager.timeline = Timeline()
     model(**tiny_models.prompt("qwen3_moe"))
     counts, spans = pager.metrics.snapshot(), pager.timeline.spans
-    copies = [span for span in spans if span.name == "copy"]
+    copies = [span for span in spans if span.name in COPIES]
     record_bytes = pager.inventory.layouts[0].record_bytes
     assert sum(span.details["bytes"] for span in copies) == counts.total("bytes_read") > 0
     assert {span.details["bytes"] for span in copies} == {record_bytes}

@@ -51,7 +51,7 @@ class Demand:
     ):
         """`experts` (ascending ids) of `layer`. `ways`: what else than waiting may be done about misses; the others as of
         `Pager.demand`."""
-        self._core, self._layer, self._keep, self._counted = core, layer, keep, counted
+        self._core, self._layer, self._keep, self._counted = core, layer, None if keep is None else set(keep), counted
         self._table = table = core.table_of[layer]
         self._base = table.base[layer]
         self.todo = list(experts)  # not computed yet, ascending
@@ -68,6 +68,7 @@ class Demand:
         self.reading: list[Ticket] = []  # copies that native threads make, its own and guesses, which are lent as `coming`
         self._stall_s = self._began_s = 0.0
         self._streaming = core.streaming[core.inventory.layers[layer].geometry]
+        self._instead: set[int] = set()  # of a prompt, what takes slabs that others of the layer leave
         self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
         self._beside_promises = False  # promises were
 
@@ -85,16 +86,21 @@ class Demand:
             self._beside_promises = any(ticket.promised for ticket in core.tickets.values())
         slabs = table.slab_of[np.array(self.todo, dtype=np.intp) + self._base]
         present = slabs >= 0
+        if self._keep is not None and self._streaming.possible:
+            lacking = table.lacking(self._layer)
+            self._streaming.lacks(int(np.count_nonzero(lacking)), int(np.count_nonzero(lacking[self.todo])))
         if self._upgrading is not None:
             present &= ~self._upgrading.lacking(self.todo, slabs, self._tokens, self._start_load)
         if not present.all():
             self.absent = [expert for expert, here in zip(self.todo, present.tolist()) if not here]
         here = slabs[present] if self.absent else slabs
+        if self._keep is not None and table.fills_by_shares:
+            self._let_in(self._keep, slabs)
         stays: bool | np.ndarray = True
         if self._keep is not None:
             stays = np.array([e in self._keep for e, p in zip(self.todo, present.tolist()) if p], dtype=bool)
         guesses = table.enter_demand(here, stays)
-        if guesses and not core.streams:
+        if guesses and not core.copies_ahead:
             core.ledger.used(guesses, guesses * core.copied_bytes(core.inventory.layers[self._layer].geometry))
         late = self._late() if core.tickets else []
         for expert in late:
@@ -112,7 +118,7 @@ class Demand:
         self._by_reading = False  # what is asked for from now on would not be lent as `coming`
         if self._counted != ():  # else no token asked: experts that are brought in at the start
             core.count(self._layer, self.todo, missing, len(late), self._counted)
-        if core.streams:
+        if core.copies_ahead:
             core.stream_after(self._layer)
 
     def next_group(self, in_order: bool) -> Group:
@@ -232,9 +238,22 @@ class Demand:
         queued = [ticket.ended_s - ticket.began_s for ticket in self._asked if ticket.queued]  # the device waits for these
         self._streaming.stall_s += sum(queued)
         unknown = not all(queued)  # before the link's rate was measured
-        if not unknown and (self._asked or self._guess is not None) and not (self._core.streams or self._beside_promises):
+        if not unknown and (self._asked or self._guess is not None) and not (self._core.copies_ahead or self._beside_promises):
             ended_s = (self._guess.ended_s or now_s) if self._guess is not None else 0.0
             self._core.ledger.waited(self._stall_s + sum(queued), len(self._asked), ended_s - self._began_s)
+
+    def _let_in(self, keep: set[int], slabs: np.ndarray) -> None:
+        """Which experts of a prompt's layer stay, beside `keep`: while slabs are free, those that most tokens chose, within the
+        layer's share; after that, what comes takes the place of others of the layer. slabs `[n]`: of what is demanded."""
+        table, layer = self._table, self._layer
+        passing = {expert for expert, passes in zip(self.todo, ((slabs < 0) | table.ring[slabs]).tolist()) if passes}
+        coming = sorted(keep & passing)
+        more = table.fill_share(layer) - len(coming)
+        if more > 0:
+            others = sorted(passing.difference(coming), key=lambda expert: (-self._tokens.get(expert, 1), expert))
+            keep.update(others[:more])
+        elif more < 0 and self.host_compute is None:  # else they may be computed below, and not come
+            self._instead.update(coming[: table.leave_instead(layer, -more, keep)])
 
     # -- what is here, and what it is lent as
     def _late(self) -> list[int]:
@@ -328,7 +347,8 @@ class Demand:
             if precision in full:
                 continue
             streaming = self._keep is not None and expert not in self._keep
-            room = core.make_room(self._layer, streaming or self._streaming.on, precision=precision)
+            through = streaming or self._streaming.on or expert in self._instead
+            room = core.make_room(self._layer, through, precision=precision)
             if room is None and must and not core.tickets:
                 room = core.make_room(self._layer, streaming, True, precision) or self._give_up_last(streaming, precision)
             must = False

@@ -123,15 +123,23 @@ class PageTable:
         precision = 0 if self.pool.precision is None else self.pool.precision[slabs]
         return np.where(there, 1 + precision, 0).astype(np.uint8)
 
+    def _slabs_of(self, layer: int) -> np.ndarray:
+        return self.slab_of[self.base[layer] : self.base[layer] + self._experts[layer]]
+
     def _resident(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """(slab of each expert of a layer, whether it is resident there)."""
-        slabs = self.slab_of[self.base[layer] : self.base[layer] + self._experts[layer]]
+        slabs = self._slabs_of(layer)
         return slabs, (slabs >= 0) & (self.state[slabs] == RESIDENT)
 
     def pins(self, layer: int) -> bool:
         """Whether the experts of a layer never leave."""
         slab = self.slab_of[self.base[layer]]
         return bool(slab >= 0 and self.pinned[slab])
+
+    def lacking(self, layer: int) -> np.ndarray:
+        """bool `[E]` of a layer: absent, or copied unasked and not demanded yet."""
+        slabs = self._slabs_of(layer)
+        return (slabs < 0) | self.speculative[slabs]
 
     def bound_for(self, layer: int) -> np.ndarray:
         """uint8 `[E]`: like `precisions`, once the copies that are to replace others have done so."""
@@ -192,20 +200,31 @@ class PageTable:
                 self.worth /= self._use_weight
             self._use_weight = 1.0
 
+    def end_ring(self) -> None:
+        """No prompt runs: what passed through the ring of one is worth nothing until it is used, and else like any resident."""
+        if self._ring_in_use:
+            used_up = np.flatnonzero(self.streamed & (self.state == RESIDENT))
+            self.ring[used_up] = self.streamed[used_up] = False
+            self.worth[used_up] = 0.0
+            self._ring_in_use = bool(self.ring.any())
+
     def make_room(
         self, running_layer: int, window: int, streaming: bool, must: bool = False, precision: int = HIGH
     ) -> Room | None:
         """A slab of this format for a demand, evicting if need be; None when nothing can be taken now.
 
-        `streaming`: the expert will not enter the cache, so it may take from it only what the ring allows, unless it `must`.
+        `streaming`: the expert will not enter the cache, so it may take from it, and of free slabs, only what the ring allows,
+        unless it `must`.
         Where no expert is evicted, one that lost its copy comes back in the format that has a slab for it.
         """
-        slab = self.pool.take(precision)
-        if slab is None and not self.may_evict:
-            slab = self.pool.take(LOW if precision == HIGH else HIGH)
-        if slab is not None:
-            return Room(slab)
         limit = self.pool.capacity + 1 if must else self.streamed_ring or self.ring_limits[precision]
+        through = streaming and self.fills_by_shares
+        if not through or self._ring_slabs(self.ring, precision) < limit:
+            slab = self.pool.take(precision)
+            if slab is None and not self.may_evict:
+                slab = self.pool.take(LOW if precision == HIGH else HIGH)
+            if slab is not None:
+                return Room(slab, through)
         return self._evict_for(self.victim(running_layer, window, precision=precision), streaming, limit, precision)
 
     def take_slabs(self, layer: int, ids: np.ndarray, window: int) -> Taken | None:
@@ -279,13 +298,38 @@ class PageTable:
         self.ring[slabs] = True
         self.streamed[slabs] = self.state[slabs] == RESIDENT
 
+    @property
+    def fills_by_shares(self) -> bool:
+        """What passes through the ring of a prompt is not left in free slabs: each layer has a share of these (`fill_share`)."""
+        return self.pool.precision is None and not self.streamed_ring and not self.has_room_for_all
+
+    def fill_share(self, layer: int) -> int:
+        """How many more experts of a layer a prompt leaves in free slabs, if others shall have theirs."""
+        evenly = sum(self._experts[other] for other in self.base if not self.pins(other))
+        share = max(0, self.dynamic_slabs - self.ring_limits[HIGH]) * self._experts[layer] // max(1, evenly)
+        slabs = self._slabs_of(layer)
+        return min(self.pool.free, max(0, share - int(np.count_nonzero((slabs >= 0) & ~self.ring[slabs]))))
+
+    def leave_instead(self, layer: int, coming: int, staying: Collection[int]) -> int:
+        """So many experts that a prompt brings into the cache take the place of as many others of their layer, those used least:
+        they leave once they were computed, or at once where this prompt does not want them. `staying`: experts that do not. So
+        every layer keeps its share of the slabs. Returns how many leave."""
+        first, slabs = self.base[layer], self._slabs_of(layer)
+        there = (slabs >= 0) & (self.state[slabs] == RESIDENT) & ~(self.pinned | self.ring | self.speculative)[slabs]
+        others = np.setdiff1d(np.flatnonzero(there), list(staying))
+        leave = slabs[others[np.argsort(self.uses[first + others], kind="stable")][:coming]]
+        self.ring[leave] = self.streamed[leave] = True  # until they are demanded, if they are
+        self._ring_in_use |= bool(len(leave))
+        return len(leave)
+
     def room_ahead(self, running_layer: int, window: int) -> Room | None:
-        """A slab for an expert of the next layer of a streamed pass, within the ring; never the last that a demand could take."""
-        if (spare := self._spare()) is not None:
-            return spare
+        """A slab for an expert of the next layer, within the ring; never the last that a demand could take."""
+        limit, through = self.streamed_ring or self.ring_limits[HIGH], self.fills_by_shares
+        if (not through or self._ring_slabs(self.ring, HIGH) < limit) and (spare := self._spare()) is not None:
+            return spare._replace(ring=through)
         if self.pool.free + int(np.count_nonzero(self.evictable())) < 2:
             return None
-        return self._evict_for(self.victim(running_layer, window), True, self.streamed_ring, HIGH)
+        return self._evict_for(self.victim(running_layer, window), True, limit, HIGH)
 
     def drop_ahead(self, layer: int) -> list[ExpertId]:
         """The router of `layer` has spoken: what comes through the ring for it in vain is used up. Returns these."""

@@ -129,7 +129,8 @@ class Pager:
         """Borrow `experts` (ascending ids) of `layer` with `with`. A pass of several rows, of one request or of many, demands
         their union once: `counted` and `tokens` say what the rows asked for, and of which request a row is makes no difference.
 
-        `keep`: None in decode; in prefill the experts that may enter the cache, while the others stream through a small ring.
+        `keep`: None in decode; in prefill the experts that may enter the cache, while the others stream through a small ring. As
+        long as slabs are free, those that most tokens chose may enter, too.
         `counted`: the experts that real tokens asked for (None: all); the rest is brought in but not counted.
         `tokens`: how many tokens chose each of `experts` (None: one).
         `high`: bool `[E]`, which are to be computed in the more precise format, where there are two (None: all).

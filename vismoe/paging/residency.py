@@ -162,17 +162,21 @@ class Residency:
         freely = may_stream and not (self.deterministic or self.ways_of_demands is not None)
         self.streaming = tuple(
             Streaming(
-                inventory.layers_of(geometry), freely and table.pool.precision is None and not table.has_room_for_all, in_flight
+                inventory.layers_of(geometry),
+                freely and table.pool.precision is None and not table.has_room_for_all,
+                in_flight,
+                prompts_ahead=not hosts,  # on a device the link is queued full as soon as a router has spoken
             )
             for geometry, table in enumerate(self.tables)
         )
-        self.ahead: list[int] = []  # absent experts (flat) of the next layer of a streamed pass, the first to be copied last
+        self.ahead: list[int] = []  # absent experts (flat) of the next layer, to be copied ahead of it, the first one last
         self._ahead_of = self._entered = 0  # their layer; the layer that began last
         stacks = [*(layer.stack for layer in inventory.layers), None]  # a vision tower and what drafts have passes of their own
         self._after = [n + 1 if stacks[n] == stacks[n + 1] else 0 for n in range(len(inventory.layers))]
         self._next_layer: dict[tuple[Phase, int], int] = {}  # which layer ran after which
         self._begins_with: dict[Phase, int] = {}  # with which layer passes began
-        self.streams = False  # the running pass is streamed, in the layers of some geometry
+        # In the layers of some geometry the running pass is streamed, and what the next layer lacks is copied ahead of it.
+        self.streams = self.copies_ahead = False
         self.tickets: dict[ExpertId, Ticket] = {}  # in flight
         self.queue: collections.deque[Ticket] = collections.deque()  # those that were demanded and are not begun, oldest first
         self.tick = 0  # counts steps and demands
@@ -206,7 +210,10 @@ class Residency:
             table.begin_step(ring)
             if ring:
                 table.hold_fixed()
+            elif phase is Phase.DECODE:
+                table.end_ring()
         self.streams = any(streaming.on for streaming in self.streaming)
+        self.copies_ahead = any(streaming.ahead for streaming in self.streaming)
         if self.streams:
             self.end_drafting()
         if not (self.streams and phase is Phase.DECODE):
@@ -243,7 +250,7 @@ class Residency:
         if self.promises_why_not is None:
             self.wanted.replace([])
             self.ahead.clear()
-            self.streams, self.running_layer = False, -1  # a prompt may have been
+            self.streams, self.copies_ahead, self.running_layer = False, False, -1  # a prompt may have been
             self.tick += 1  # what a lookahead still says about the pass before is too late
             self.promises.begin()
 
@@ -308,7 +315,7 @@ class Residency:
         """Replace what is worth fetching next. scores `[W, E]` for the MoE layers `layer + 1 ...`, 0 = not predicted; high: bool
         `[W, E]`, which of them will be wanted in the more precise format (None: all). Others are not fetched where it is given.
         """
-        if self.streams:
+        if self.copies_ahead:
             return
         distance = min(len(scores), len(self.inventory.layers) - 1 - layer)
         absent = np.zeros((distance, scores.shape[1]), dtype=bool)
@@ -331,7 +338,7 @@ class Residency:
     @property
     def may_guess(self) -> bool:
         """Whether anything can still be fetched on a guess in this step."""
-        return self.ledger.may_guess and not self.deterministic and not self.streams
+        return self.ledger.may_guess and not self.deterministic and not self.copies_ahead
 
     def asked(self, seconds: float) -> None:
         """Asking the lookahead has held up the model's thread, or taken a core from it, for so long."""
@@ -404,7 +411,7 @@ class Residency:
             return None
         if self.transitions.all_resident:
             return self.next_transition()
-        if self.streams:
+        if self.copies_ahead:
             return self._next_ahead()
         full = sum(ticket.speculative for ticket in self.tickets.values()) >= self.unasked_at_once
         demanded = any(ticket.without_worker for ticket in self.tickets.values())
@@ -447,7 +454,7 @@ class Residency:
             return self._ticket(expert, room.slab, speculative=True)
         return None
 
-    # -- a streamed pass
+    # -- a streamed pass, and a prompt whose next experts are known
     def stream_after(self, layer: int) -> None:
         """The router of `layer` has spoken, and what it wants has slabs or waits for them. What else was to be copied for it is
         dropped; what the next layer lacks comes next: in prefill by id, as it will be computed, otherwise the most used first,
@@ -461,9 +468,9 @@ class Residency:
             self._stream(following)
 
     def _stream(self, layer: int) -> None:
-        """What this layer lacks is to be copied now, where it is streamed."""
+        """What this layer lacks is to be copied now, where that is done ahead."""
         table, ahead = self.table_of[layer], self.inventory.layers[layer]
-        if not self.streaming[ahead.geometry].on:
+        if not self.streaming[ahead.geometry].ahead:
             return
         self._ahead_of, start = layer, table.base[layer]
         absent = start + np.flatnonzero(table.slab_of[start : start + ahead.num_experts] < 0)
@@ -484,7 +491,8 @@ class Residency:
             expert = table.id_of[flat]
             nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
             self.metrics.add("prefetched_bytes", self.phase, expert.layer, nbytes)
-            table.begin_load(flat, room.slab, speculative=True, ring=not table.fixed[flat])
+            ring = not table.fixed[flat] if table.streamed_ring else room.ring
+            table.begin_load(flat, room.slab, speculative=True, ring=ring)
             return self._ticket(expert, room.slab, speculative=True)
         return None
 
@@ -626,7 +634,7 @@ class Residency:
         return room
 
     def count_wasted(self, expert: ExpertId) -> None:
-        if not self.streams:  # the cap is about guesses
+        if not self.copies_ahead:  # the cap is about guesses
             self.ledger.wasted()
         nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
         self.metrics.add("wasted_prefetch_bytes", self.phase, expert.layer, nbytes)

@@ -7,6 +7,9 @@ came. A layer takes the longer of its computation T_c and its copies, instead of
 the ring is not two whole layers: where the link is slow it holds what is copied within T_c, and the slabs that this saves hold
 experts.
 
+A prompt that is not streamed copies ahead, too, but only as far as a prompt's small ring reaches, and while nearly all that its
+layers lack is wanted.
+
 `StreamEstimate` and `fixed_residents` are pure. `Streaming` is what the residency core notes about the passes of one geometry.
 """
 
@@ -23,6 +26,7 @@ GAIN = 0.9  # of demand paging's time, below which streaming begins; it ends whe
 STAYS = 1.5  # how much more than a resident expert an absent one must have been used to take its place for good
 RING_SHARE = 0.5  # of the slabs that the ring may take
 IN_TURN = 4  # slabs of the ring in a prompt, at least, whose experts wait for their turn, since they are computed by id
+SURE = 0.97  # of a layer's absent experts, the share that prompts want from which on they are copied before the layer's turn
 MOSTLY = 0.5  # wanted share, below which what comes unasked is more often in vain than not
 NEWEST_SHARE = 0.25  # of the newest pass in what is known about passes of its size
 
@@ -105,15 +109,16 @@ class Passes:
     missed: float | None = None  # share of a layer's experts, by demand paging
     waited: float = 1.0  # share of their copying that layers waited for, by demand paging
     streamed: bool = False  # the newest one was
+    wanted_absent: float = 1.0  # share of the experts that a layer lacks, or were copied for it unasked
 
 
 class Streaming:
     """The passes over the layers of one geometry: what they took, and whether the running one is streamed."""
 
-    def __init__(self, layers: Sequence[MoELayer], possible: bool, in_flight: int = 0):
+    def __init__(self, layers: Sequence[MoELayer], possible: bool, in_flight: int = 0, prompts_ahead: bool = False):
         """`possible`: experts in one format are evicted for others, and what nothing demanded may be copied. `in_flight`: as of
-        `StreamEstimate`."""
-        self.possible, self._in_flight = possible, in_flight
+        `StreamEstimate`. `prompts_ahead`: prompts that are not streamed may copy for the next layer, too."""
+        self.possible, self._in_flight, self._prompts_ahead = possible, in_flight, possible and prompts_ahead
         self.verdict = Verdict.UNMEASURED
         self.demanded = self.missed = 0  # experts, in the running pass
         self.stall_s = 0.0  # in the running pass
@@ -124,12 +129,23 @@ class Streaming:
         self._known: dict[tuple[Phase, int], Passes] = {}
         self._running: Passes | None = None
         self._ran = 0  # layers of the running pass that demanded
-        self._typical = False
+        self._typical = self._sure = False
+        self._lacked = self._wanted_absent = 0  # experts, in the running pass
 
     @property
     def on(self) -> bool:
         """The running pass is streamed."""
         return self.verdict is Verdict.STREAMED
+
+    @property
+    def ahead(self) -> bool:
+        """In the running pass, what the next layer lacks is copied before its router speaks."""
+        return self.on or self._sure
+
+    def lacks(self, experts: int, wanted: int) -> None:
+        """A layer lacked so many experts, or got them unasked, and wants so many of them."""
+        self._lacked += experts
+        self._wanted_absent += wanted
 
     def demand(self, wanted: int, missed: int) -> None:
         """A layer of the running pass demands `wanted` experts, of which `missed` are not there."""
@@ -147,13 +163,15 @@ class Streaming:
         """Settle the pass before, whose layers took `compute_s` each beside waiting, and decide about one of `tokens`; returns
         the slabs of its ring, 0 where it is not streamed. `slabs`: that are not pinned; `full`: none of them is free."""
         self._settle(compute_s)
-        self._typical, self._running, self.verdict = full, None, Verdict.UNMEASURED
+        self._typical, self._running, self.verdict, self._sure = full, None, Verdict.UNMEASURED, False
         if not self.possible or phase in (Phase.ENCODE, Phase.DRAFT):
             return 0
         size = phase, tokens.bit_length()
         if size not in self._known:
-            self._known[size] = Passes(1 - (1 - self._top_k / self._experts) ** tokens)
+            wanted = 1 - (1 - self._top_k / self._experts) ** tokens
+            self._known[size] = Passes(wanted, wanted_absent=wanted)
         self._running = known = self._known[size]
+        self._sure = self._prompts_ahead and phase is Phase.PREFILL and known.wanted_absent >= SURE
         if known.missed is None or known.compute_s is None or self._copy_s <= 0:
             return 0
         seconds = self._copy_s, known.compute_s
@@ -169,6 +187,8 @@ class Streaming:
         if self._typical and self._copies:
             self._copy_s = _mean(self._copy_s or None, self._busy_s / self._copies)
         known = self._running
+        if known is not None and self._lacked:
+            known.wanted_absent = _mean(known.wanted_absent, self._wanted_absent / self._lacked)
         if self._typical and self._ran and known is not None:
             known.wanted = _mean(known.wanted, self.demanded / (self._ran * self._experts))
             known.compute_s = _mean(known.compute_s, compute_s)
@@ -177,7 +197,7 @@ class Streaming:
                     share = min(1.0, self.stall_s / (self.missed * self._copy_s))
                     known.waited = share if known.missed is None else _mean(known.waited, share)
                 known.missed = _mean(known.missed, self.missed / (self._layers * self._experts))
-        self.demanded = self.missed = self._ran = self._copies = 0
+        self.demanded = self.missed = self._ran = self._copies = self._lacked = self._wanted_absent = 0
         self.stall_s = self._busy_s = 0.0
 
 

@@ -214,7 +214,9 @@ class PagedLayer:
         if isinstance(work, FastWork):
             work.sequences = step.batch
         keep = None if decoding else _last_tokens_experts(step, routing)
-        tokens = work.tokens if pager.ways is not None or high is not None else None
+        in_one_format = not pager.inventory.low_layouts
+        by_tokens = pager.ways is not None or high is not None or (keep is not None and in_one_format)
+        tokens = work.tokens if by_tokens else None
         by_reading = isinstance(work, FastWork) and decoding and len(work) <= PAIRS_PER_CALL
         real = _real_tokens_experts(step, routing)
         with pager.demand(layer, work.experts, keep, real, tokens, high, first, by_reading) as lease:

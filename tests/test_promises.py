@@ -597,12 +597,12 @@ def test_streamed_passes_have_no_promises():
     streaming = core.streaming[0]
     streaming.begin_pass = lambda *given: setattr(streaming, "verdict", Verdict.STREAMED) or 2
     core.begin_step(Phase.DECODE, 0.0, tokens=8)
-    assert core.streams and not core.promises and "streamed" in core.promises_why_not
+    assert streaming.on and core.copies_ahead and not core.promises and "streamed" in core.promises_why_not
     core.begin_drafting()
     assert not core.promises
     core.phase = Phase.PREFILL  # a prompt was
     core.begin_drafting()
-    assert core.promises and not core.streams
+    assert core.promises and not core.copies_ahead
 
 
 # -- the pager, with its threads

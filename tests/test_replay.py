@@ -114,7 +114,7 @@ def test_page_table_and_pool_agree_after_every_layer(seed, slots, order, prefetc
         (table,) = pager.tables
         table.check_integrity()
         assert not table.demanded.any()
-        guessed = prefetch or pager.core.streams  # what comes for the next layer may take what this one has used
+        guessed = prefetch or pager.core.copies_ahead  # what comes for the next layer may take what this one has used
         if demand.phase is Phase.DECODE and slots >= 3 and not guessed:
             assert (table.slab_of[demand.experts + table.base[demand.layer]] >= 0).all()
 

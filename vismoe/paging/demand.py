@@ -64,7 +64,7 @@ class Demand:
         wanted_in = self._upgrading.precision if self._upgrading is not None else None
         self.host_compute = HostCompute(core, layer, ways, wanted_in) if ways is not None else None
         one_format = self._upgrading is None and ways is None
-        self._by_reading = by_reading and one_format and keep is None and not core.streams
+        self._by_reading = by_reading and one_format and keep is None and not core.copies_ahead
         self.reading: list[Ticket] = []  # copies that native threads make, its own and guesses, which are lent as `coming`
         self._stall_s = self._began_s = 0.0
         self._streaming = core.streaming[core.inventory.layers[layer].geometry]
@@ -77,6 +77,9 @@ class Demand:
         """The layer begins: protect what is here, count, and take slabs for what is not."""
         core, table = self._core, self._table
         core.enter(self._layer, self.todo)
+        if self._keep is not None and self._streaming.possible:
+            lacking = table.lacking(self._layer)
+            self._streaming.lacks(int(np.count_nonzero(lacking)), int(np.count_nonzero(lacking[self.todo])))
         if self._streaming.on:
             table.fix_instead(self._layer, self._keep or ())
             self._keep = set(np.flatnonzero(table.fixed_of(self._layer)).tolist())
@@ -86,9 +89,6 @@ class Demand:
             self._beside_promises = any(ticket.promised for ticket in core.tickets.values())
         slabs = table.slab_of[np.array(self.todo, dtype=np.intp) + self._base]
         present = slabs >= 0
-        if self._keep is not None and self._streaming.possible:
-            lacking = table.lacking(self._layer)
-            self._streaming.lacks(int(np.count_nonzero(lacking)), int(np.count_nonzero(lacking[self.todo])))
         if self._upgrading is not None:
             present &= ~self._upgrading.lacking(self.todo, slabs, self._tokens, self._start_load)
         if not present.all():

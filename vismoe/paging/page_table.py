@@ -214,10 +214,9 @@ class PageTable:
         """A slab of this format for a demand, evicting if need be; None when nothing can be taken now.
 
         `streaming`: the expert will not enter the cache, so it may take from it, and of free slabs, only what the ring allows,
-        unless it `must`.
-        Where no expert is evicted, one that lost its copy comes back in the format that has a slab for it.
+        unless it `must`. Where no expert is evicted, one that lost its copy comes back in the format that has a slab for it.
         """
-        limit = self.pool.capacity + 1 if must else self.streamed_ring or self.ring_limits[precision]
+        limit = self.pool.capacity + 1 if must else self._ring_limit(precision)
         through = streaming and self.fills_by_shares
         if not through or self._ring_slabs(self.ring, precision) < limit:
             slab = self.pool.take(precision)
@@ -319,17 +318,18 @@ class PageTable:
         others = np.setdiff1d(np.flatnonzero(there), list(staying))
         leave = slabs[others[np.argsort(self.uses[first + others], kind="stable")][:coming]]
         self.ring[leave] = self.streamed[leave] = True  # until they are demanded, if they are
-        self._ring_in_use |= bool(len(leave))
+        self._ring_in_use |= len(leave) > 0
         return len(leave)
 
     def room_ahead(self, running_layer: int, window: int) -> Room | None:
         """A slab for an expert of the next layer, within the ring; never the last that a demand could take."""
-        limit, through = self.streamed_ring or self.ring_limits[HIGH], self.fills_by_shares
+        limit, through = self._ring_limit(HIGH), self.fills_by_shares
         if (not through or self._ring_slabs(self.ring, HIGH) < limit) and (spare := self._spare()) is not None:
             return spare._replace(ring=through)
         if self.pool.free + int(np.count_nonzero(self.evictable())) < 2:
             return None
-        return self._evict_for(self.victim(running_layer, window), True, limit, HIGH)
+        most = 0 if through and self.pool.free else limit  # no resident leaves while a demand may take the last free slab
+        return self._evict_for(self.victim(running_layer, window), True, most, HIGH)
 
     def drop_ahead(self, layer: int) -> list[ExpertId]:
         """The router of `layer` has spoken: what comes through the ring for it in vain is used up. Returns these."""
@@ -361,6 +361,10 @@ class PageTable:
         if streaming and not self.streamed[victim] and self._ring_slabs(self.ring, precision) >= ring_limit:
             return None
         return Room(victim, streaming, self.evict(victim))
+
+    def _ring_limit(self, precision: int) -> int:
+        """How many slabs of one format the ring of the running pass may have."""
+        return self.streamed_ring or self.ring_limits[precision]
 
     def _ring_slabs(self, ring: np.ndarray, precision: int) -> int:
         """How many of these slabs of the prefill ring are of one format."""

@@ -175,8 +175,7 @@ class Residency:
         self._after = [n + 1 if stacks[n] == stacks[n + 1] else 0 for n in range(len(inventory.layers))]
         self._next_layer: dict[tuple[Phase, int], int] = {}  # which layer ran after which
         self._begins_with: dict[Phase, int] = {}  # with which layer passes began
-        # In the layers of some geometry the running pass is streamed, and what the next layer lacks is copied ahead of it.
-        self.streams = self.copies_ahead = False
+        self.copies_ahead = False  # what the next layer lacks, in the running pass and the layers of some geometry
         self.tickets: dict[ExpertId, Ticket] = {}  # in flight
         self.queue: collections.deque[Ticket] = collections.deque()  # those that were demanded and are not begun, oldest first
         self.tick = 0  # counts steps and demands
@@ -212,11 +211,10 @@ class Residency:
                 table.hold_fixed()
             elif phase is Phase.DECODE:
                 table.end_ring()
-        self.streams = any(streaming.on for streaming in self.streaming)
         self.copies_ahead = any(streaming.ahead for streaming in self.streaming)
-        if self.streams:
+        if self.copies_ahead:
             self.end_drafting()
-        if not (self.streams and phase is Phase.DECODE):
+        if not (self.copies_ahead and phase is Phase.DECODE):
             self.ahead.clear()
         if phase in self._begins_with and not self.ahead:
             self._stream(self._begins_with[phase])
@@ -238,7 +236,7 @@ class Residency:
             return "nothing is copied unasked, for the sake of determinism"
         if any(table.pool.precision is not None for table in self.tables):
             return "slabs hold experts in two formats"
-        if self.streams and self.phase is Phase.DECODE:
+        if self.copies_ahead and self.phase is Phase.DECODE:
             return "passes are streamed"
         if self._all_resident():
             return "every expert is resident"
@@ -250,7 +248,7 @@ class Residency:
         if self.promises_why_not is None:
             self.wanted.replace([])
             self.ahead.clear()
-            self.streams, self.copies_ahead, self.running_layer = False, False, -1  # a prompt may have been
+            self.copies_ahead, self.running_layer = False, -1  # a prompt may have been
             self.tick += 1  # what a lookahead still says about the pass before is too late
             self.promises.begin()
 
@@ -353,7 +351,7 @@ class Residency:
     def nothing_comes(self, layer: int) -> bool:
         """Whether nothing is copied now, and nothing waits for a slab: a demand of experts that are all resident would change
         nothing but what `hit` says and their worth."""
-        return not (self.tickets or self.wanted or self.streams or self.closed or self.table_of[layer].ring_in_use)
+        return not (self.tickets or self.wanted or self.copies_ahead or self.closed or self.table_of[layer].ring_in_use)
 
     def hit(self, layer: int, wanted: Sequence[int]) -> None:
         """The layer has found all the `wanted` experts resident, without a demand."""

@@ -214,9 +214,8 @@ class PagedLayer:
         if isinstance(work, FastWork):
             work.sequences = step.batch
         keep = None if decoding else _last_tokens_experts(step, routing)
-        in_one_format = not pager.inventory.low_layouts
-        by_tokens = pager.ways is not None or high is not None or (keep is not None and in_one_format)
-        tokens = work.tokens if by_tokens else None
+        may_stay = not (decoding or pager.inventory.low_layouts)  # in slabs that a prompt finds free
+        tokens = work.tokens if may_stay or pager.ways is not None or high is not None else None
         by_reading = isinstance(work, FastWork) and decoding and len(work) <= PAIRS_PER_CALL
         real = _real_tokens_experts(step, routing)
         with pager.demand(layer, work.experts, keep, real, tokens, high, first, by_reading) as lease:

@@ -125,10 +125,10 @@ def test_records_begin_where_the_disk_can_write_them(copied_model, monkeypatch):
     monkeypatch.setattr(OpenFiles, "memory_bytes", 512)
     store = store_of(copied_model, torch.bfloat16)
     room = store.room_bytes()
-    assert all(store.begins(expert, 512) == 0 for expert in every_expert(store)), "through the page cache nothing is aligned"
+    assert all(store.begins(expert, room) == 0 for expert in every_expert(store)), "through the page cache nothing is aligned"
     past_cache(store)
-    begins = {store.begins(expert, 512) for expert in every_expert(store)}
-    assert room == 512 and begins != {0}, "the tensors of the demo model begin somewhere in a block"
+    begins = {store.begins(expert, room) for expert in every_expert(store)}
+    assert room == BLOCK_BYTES and begins != {0}, "the tensors of the demo model begin somewhere in a block"
     pools = Slabs([SlabPool(layout.with_room(room), 3) for layout in store.inventory.layouts])
     preadv, places = os.preadv, list[tuple[int, int]]()
 
@@ -145,6 +145,7 @@ def test_records_begin_where_the_disk_can_write_them(copied_model, monkeypatch):
         assert record.data_ptr() == pools.addresses[slab]
         record.fill_(GUARD)
         store.read(expert, record)
+        assert max(places, key=lambda place: place[1])[0] % BLOCK_BYTES == 0, "a disk writes to the start of a page"
         straight += sum(size for there, size in places if record.data_ptr() <= there < record.data_ptr() + record.numel())
         places.clear()
         elsewhere = SlabPool(store.inventory.layouts[0], 1)
@@ -155,7 +156,7 @@ def test_records_begin_where_the_disk_can_write_them(copied_model, monkeypatch):
     assert straight > 20 * store.inventory.layouts[0].record_bytes // 2
 
 
-@pytest.mark.parametrize("memory_bytes, room_bytes", [(0, 0), (4, 0), (32, 64), (512, 512), (2 * BLOCK_BYTES, 0)])
+@pytest.mark.parametrize("memory_bytes, room_bytes", [(0, 0), (4, BLOCK_BYTES), (512, BLOCK_BYTES), (2 * BLOCK_BYTES, 0)])
 def test_slabs_have_room_where_the_system_says_that_it_helps(memory_bytes, room_bytes, copied_model, monkeypatch):  # noqa: F811
     monkeypatch.setattr(OpenFiles, "memory_bytes", memory_bytes)
     store = store_of(copied_model, torch.bfloat16)
@@ -200,7 +201,7 @@ def test_answers_are_the_same_however_experts_were_read(memory_bytes, copied_mod
         pytest.skip(str(error))
     with engine:
         layout = engine._runtime.pager.inventory.layouts[0]
-        assert layout.room_bytes == {0: 0, 4: 0, 16: 0, 512: 512, BLOCK_BYTES: BLOCK_BYTES}[memory_bytes]
+        assert layout.room_bytes == (BLOCK_BYTES if memory_bytes else 0)
         assert "".join(engine.chat(ask(), max_tokens=12)) == expected
         assert not memory_bytes or max(buffers_of_reads) > 1, "no read went to a slab and, at its edges, to the buffer"
         engine._runtime.pager.check_integrity()

@@ -13,7 +13,7 @@ from vismoe.kernels.read import Arrival, OnDisk, Stretch
 from vismoe.store.file_state import FileState
 from vismoe.store.files import CheckpointFiles, FileOnDisk, OpenFiles
 from vismoe.store.safetensors_header import AGAIN
-from vismoe.types import ALIGNMENT_BYTES, BLOCK_BYTES, ExpertId, ExpertInventory
+from vismoe.types import BLOCK_BYTES, ExpertId, ExpertInventory
 
 LARGEST_NUMBER_BYTES = 8  # a record begins on a multiple of it, so that kernels can read its numbers
 LEAST_ROOMY_BYTES = 2**20  # of an expert that gets room in its slab, to be read without a copy
@@ -47,11 +47,10 @@ def begin_in_room(stretches: Sequence[Stretch], room_bytes: int) -> int:
 
 
 def room_for(begins: Iterable[int], boundary: int) -> int:
-    """Bytes of a slab beside a record, so that a disk that needs this boundary can write there what is read past the page cache;
-    0: it can anyway, or records have to be copied. begins: where each record should begin in that many bytes."""
-    if not 0 < boundary <= BLOCK_BYTES or not any(begins):
-        return 0
-    return max(boundary, ALIGNMENT_BYTES)
+    """Bytes of a slab beside a record, so that a disk that needs this boundary writes there what is read past the page cache, and
+    does so from the start of a page on, which is faster for virtual disks (docs/benchmark.md); 0: records begin there anyway, or
+    have to be copied. begins: where each record should begin in a block."""
+    return BLOCK_BYTES if 0 < boundary <= BLOCK_BYTES and any(begins) else 0
 
 
 def naming_expert(expert: ExpertId, error: CheckpointError) -> CheckpointError:
@@ -164,9 +163,8 @@ class StoreOnDisk:
 
     def room_bytes(self) -> int:
         """As `room_for`, of slabs of these experts."""
-        boundary = self._files.hold().memory_bytes
         every = (ExpertId(layer.index, expert) for layer in self.inventory.layers for expert in range(layer.num_experts))
-        return room_for((self._begin(expert, boundary) for expert in every), boundary)
+        return room_for((self._begin(expert, BLOCK_BYTES) for expert in every), self._files.hold().memory_bytes)
 
     def _begin(self, expert: ExpertId, room_bytes: int) -> int:
         if (expert, room_bytes) not in self._begins:

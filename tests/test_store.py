@@ -17,6 +17,7 @@ from searching import SEARCHING
 
 from vismoe.bench.limits import cached_bytes, drop_caches
 from vismoe.errors import CheckpointError, ClosedError
+from vismoe.kernels.read import read_at_once
 from vismoe.models.load.locate import locate_experts
 from vismoe.models.moe.adapters import adapt
 from vismoe.pools import advice
@@ -208,6 +209,30 @@ def test_what_the_page_cache_lacks_is_read_past_it_once(own_copy, ways):
     ways.clear()
     assert_equal_to(reference, warm)
     assert set(ways) == {False}
+
+
+def test_native_threads_read_past_the_page_cache_what_it_lacks_once(own_copy, ways, monkeypatch):
+    (file,) = own_copy.glob("*.safetensors")
+    reference = tiny_models.reference(own_copy)
+    store = store_of(own_copy)
+    if refused := store.read_past_cache(only_cold=True):
+        pytest.skip(refused)
+
+    def by_native_thread(expert, record):
+        reading = store.reading(expert, record.data_ptr())
+        read_at_once(reading.arrival)
+        assert reading.error() is None
+
+    cold(file)
+    here, there = (store._stretches(ExpertId(0, expert)) for expert in (0, 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "cached_bytes", lambda file, offset, nbytes: nbytes * (offset == here[0].offset_bytes))
+        assert store.hold().serving([*here, *there]) is None, "the page cache holds a part, which is copied from there"
+    monkeypatch.setattr(store, "read", by_native_thread)
+    for past in (True, False):
+        ways.clear()
+        assert_equal_to(reference, store)
+        assert set(ways) == {past} and (cached_bytes(file) == 0) == past
 
 
 def test_where_the_page_cache_cannot_be_asked_it_is_used(qwen, ways, monkeypatch):

@@ -3,6 +3,7 @@
 What is promised, and why there is a bounce buffer, says `vismoe/store/files.py`.
 """
 
+import copy
 import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -166,8 +167,18 @@ class OnDisk:
             np.cumsum([0, *map(len, stretches)]),
             np.cumsum([0, *(sum(len(one.pieces) for one in of_expert) for of_expert in stretches)]),
         )
+        self._read_by(way)
+
+    def _read_by(self, way: FileAccess) -> None:
         self._native = _OnDisk(way, *(array.ctypes.data for array in self._arrays))
         self._at = ctypes.addressof(self._native)
+
+    def by(self, way: FileAccess, keep: Any) -> "OnDisk":
+        """The same experts, of files that are read in another way."""
+        other = copy.copy(self)
+        other._keep = keep
+        other._read_by(way)
+        return other
 
     def arrival(self, expert: int, record: int) -> Arrival:
         """Of an expert, by its number here, in the record at this address. This table must stay until it is done."""

@@ -176,19 +176,22 @@ class StoreOnDisk:
         return lies(self._stretches(expert), self.states) if self._may_skip(expert) else ()
 
     def reading(self, expert: ExpertId, address: int) -> NativeRead | None:
-        """As ExpertStore.reading. What the page cache lacks is read past it the first time, by `read`."""
-        files = self._files.hold().for_more
-        known, on_disk, first = self._files.derived.get(self._derived_as, (None, None, ()))
-        if known is not files:
+        """As ExpertStore.reading."""
+        held = self._files.hold()
+        known, tables, first = self._files.derived.get(self._derived_as, (None, {}, ()))
+        if known is not held:
             every = [ExpertId(layer.index, e) for layer in self.inventory.layers for e in range(layer.num_experts)]
-            on_disk = OnDisk(files.way, [self._stretches(each) for each in every], files)
+            tables = {held: OnDisk(held.way, [self._stretches(each) for each in every], held)}
             first = [0, *accumulate(layer.num_experts for layer in self.inventory.layers)]
-            self._files.derived[self._derived_as] = files, on_disk, first
+            self._files.derived[self._derived_as] = held, tables, first
         number = first[expert.layer] + expert.expert
-        stretches = on_disk.stretches[number]
-        if not stretches or not self._may_skip(expert) or not self._files.hold().were_read(stretches):
+        stretches = tables[held].stretches[number]
+        files = held.serving(stretches) if stretches and self._may_skip(expert) else None
+        if files is None:
             return None
-        return NativeRead(expert, on_disk, files, stretches, on_disk.arrival(number, address))
+        if files not in tables:
+            tables[files] = tables[held].by(files.way, files)
+        return NativeRead(expert, tables[files], files, stretches, tables[files].arrival(number, address))
 
     def _stretches(self, expert: ExpertId) -> Sequence[Stretch]:
         """Of an expert, whose pieces are (begin in the record, bytes); none where more is to be done than reading."""

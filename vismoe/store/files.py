@@ -113,9 +113,10 @@ class OpenFiles:
         """As `fill`, for pieces of memory that stay while they are filled."""
         left = list(stretches)
         if self._cached is not None:
-            cached = [one for one in stretches if self._is_cached(one.file, one.offset_bytes, one.nbytes)]
-            self._cached._read(cached)
+            cached = [one for one in stretches if self._is_cached(one)]
             left = [one for one in stretches if one not in cached]
+            self._seen.update(map(_place, stretches))
+            self._cached._read(cached)
         self._read(left)
         return sum(one.nbytes for one in stretches)
 
@@ -149,14 +150,24 @@ class OpenFiles:
             f"longer reads it. Fix: load the model again; if the file was damaged, first {self._again}"
         )
 
-    def _is_cached(self, file: int, offset_bytes: int, nbytes: int) -> bool:
-        """Whether the page cache holds most of this, or shall from now on."""
+    def serving(self, stretches: Sequence[Stretch]) -> "OpenFiles | None":
+        """What native threads read these from now: these files, or the same through the page cache; None: some from either."""
+        if self._cached is None:
+            return self
+        cached = [self._is_cached(one) for one in stretches]
+        if any(cached) and not all(cached):
+            return None
+        self._seen.update(map(_place, stretches))
+        return self._cached if all(cached) else self
+
+    def _is_cached(self, stretch: Stretch) -> bool:
+        """Whether the page cache holds most of this, or shall, since it was read before."""
         assert self._cached is not None
-        if (file, offset_bytes) in self._seen:
+        if _place(stretch) in self._seen:
             return True
-        self._seen.add((file, offset_bytes))
         try:
-            return 2 * cached_bytes(self._cached._descriptors[file], offset_bytes, nbytes) > nbytes
+            file, nbytes = self._cached._descriptors[stretch.file], stretch.nbytes
+            return 2 * cached_bytes(file, stretch.offset_bytes, nbytes) > nbytes
         except OSError:  # a filesystem that cannot tell
             return True
 
@@ -164,10 +175,6 @@ class OpenFiles:
     def for_more(self) -> "OpenFiles":
         """What reads that were made before are made through from now on."""
         return self._cached or self
-
-    def were_read(self, stretches: Sequence[Stretch]) -> bool:
-        """Whether `for_more` serves these."""
-        return self._cached is None or all((one.file, one.offset_bytes) in self._seen for one in stretches)
 
     def expect(self, file: int, offsets: Sequence[int], nbytes: int) -> None:
         """Announce reads of `nbytes` at each of `offsets`, so that the disk can begin with all of them. Past the page cache it
@@ -239,6 +246,10 @@ class OpenFiles:
             f"{known.path} was truncated after loading: {wanted_bytes} bytes at offset {offset_bytes} are needed, "
             f"the file has {size} now and had {known.file_bytes}. Fix: {self._again}, then load the model again"
         )
+
+
+def _place(stretch: Stretch) -> tuple[int, int]:
+    return stretch.file, stretch.offset_bytes
 
 
 class CheckpointFiles:

@@ -41,6 +41,7 @@ from vismoe.store.files import CheckpointFiles
 from vismoe.store.read_ahead import WeightFiles, backed_bytes, forget, headers_of, held_bytes, is_reading, reading_ahead, take
 from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read_header
 from vismoe.store.tensor_reads import read_new
+from vismoe.types import BLOCK_BYTES
 
 MB = 2**20
 NEEDED = ["model.layers.0.mlp.shared_experts.up_proj.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"]
@@ -489,7 +490,7 @@ def swapped(records):
 
 
 def larger(records):
-    return replace(records, layout=records.layout.with_room(512))
+    return replace(records, layout=records.layout.with_room(2 * BLOCK_BYTES))
 
 
 @pytest.mark.parametrize("wrong", [swapped, larger])

@@ -125,9 +125,9 @@ def test_records_begin_where_the_disk_can_write_them(copied_model, monkeypatch):
     monkeypatch.setattr(OpenFiles, "memory_bytes", 512)
     store = store_of(copied_model, torch.bfloat16)
     room = store.room_bytes()
-    assert all(store.begins(expert, room) == 0 for expert in every_expert(store)), "through the page cache nothing is aligned"
+    assert all(store.begins(expert) == 0 for expert in every_expert(store)), "through the page cache nothing is aligned"
     past_cache(store)
-    begins = {store.begins(expert, room) for expert in every_expert(store)}
+    begins = {store.begins(expert) for expert in every_expert(store)}
     assert room == BLOCK_BYTES and begins != {0}, "the tensors of the demo model begin somewhere in a block"
     pools = Slabs([SlabPool(layout.with_room(room), 3) for layout in store.inventory.layouts])
     preadv, places = os.preadv, list[tuple[int, int]]()
@@ -140,7 +140,7 @@ def test_records_begin_where_the_disk_can_write_them(copied_model, monkeypatch):
     store.read_past_cache()  # anew, with the system's read replaced
     slab, straight = pools.take(), 0
     for expert in every_expert(store)[:20]:
-        pools.place(slab, lambda size, expert=expert: store.begins(expert, size))
+        pools.place(slab, lambda expert=expert: store.begins(expert))
         record = pools.record(slab)
         assert record.data_ptr() == pools.addresses[slab]
         record.fill_(GUARD)
@@ -160,9 +160,9 @@ def test_records_begin_where_the_disk_can_write_them(copied_model, monkeypatch):
 def test_slabs_have_room_where_the_system_says_that_it_helps(memory_bytes, room_bytes, copied_model, monkeypatch):  # noqa: F811
     monkeypatch.setattr(OpenFiles, "memory_bytes", memory_bytes)
     store = store_of(copied_model, torch.bfloat16)
-    monkeypatch.setattr(store, "_begin", lambda expert, size: 24 % size)
+    monkeypatch.setattr(store, "_begin", lambda expert: 24)
     assert store.room_bytes() == room_bytes
-    monkeypatch.setattr(store, "_begin", lambda expert, size: 0)
+    monkeypatch.setattr(store, "_begin", lambda expert: 0)
     assert store.room_bytes() == 0
 
 

@@ -65,7 +65,7 @@ class _Random:
     def reading(self, expert: ExpertId, address: int) -> None:
         """There is nothing for native threads to read."""
 
-    def begins(self, expert: ExpertId, room_bytes: int) -> int:
+    def begins(self, expert: ExpertId) -> int:
         return 0
 
     def close(self) -> None:

@@ -658,7 +658,7 @@ class Residency:
         """The expert is there from the start, without a copy: in `slab`, which was taken for it; `begin`: as `SlabPool.place`."""
         table = self.table_of[expert.layer]
         if begin:
-            table.pool.place(slab, lambda room_bytes: begin)
+            table.pool.place(slab, lambda: begin)
         table.begin_load(table.flat(expert), slab)
         table.end_load(table.flat(expert), succeeded=True)
         table.pinned[slab] = pinned

@@ -126,7 +126,7 @@ class DiskMover(Mover):
     def _placing(self, ticket: Ticket, pool: Slabs) -> ExpertStore:
         """The store of the expert, whose slab has a place for its record then."""
         store = self._stores[pool.precision_of(ticket.slab)]
-        pool.place(ticket.slab, lambda room_bytes: store.begins(ticket.expert, room_bytes))
+        pool.place(ticket.slab, lambda: store.begins(ticket.expert))
         return store
 
 

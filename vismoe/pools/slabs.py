@@ -78,11 +78,11 @@ class Slabs:
         for pool, start, end in zip(self.pools, self.first, self.first[1:], strict=False):
             pool.free_only([slab - start for slab in slabs if start <= slab < end])
 
-    def place(self, slab: int, begins: Callable[[int], int]) -> None:
-        """As `SlabPool.place`, where that slab's layout has room: `begins` gives the byte for so many of them."""
+    def place(self, slab: int, begins: Callable[[], int]) -> None:
+        """As `SlabPool.place`, where that slab's layout has room: `begins` gives the byte."""
         pool, place = self._places[slab]
-        if room_bytes := pool.layout.room_bytes:
-            pool.place(place, begins(room_bytes))
+        if pool.layout.room_bytes:
+            pool.place(place, begins())
 
     def record(self, slab: int) -> torch.Tensor:
         """As `SlabPool.record`."""

@@ -90,8 +90,8 @@ class CheckpointStore(StoreOnDisk):
         """As ExpertStore.read."""
         layout = self.inventory.layout(expert.layer)
         assert record.dtype is torch.uint8 and record.is_contiguous() and record.numel() >= layout.record_bytes, record.shape
-        address, begin = record.data_ptr(), self.begins(expert, ALIGNMENT_BYTES)
-        assert address % ALIGNMENT_BYTES in (0, begin), f"record at {address:#x} is not {ALIGNMENT_BYTES}-byte aligned"
+        address, begins = record.data_ptr(), (0, self.begins(expert) % ALIGNMENT_BYTES)
+        assert address % ALIGNMENT_BYTES in begins, f"record at {address:#x} is not {ALIGNMENT_BYTES}-byte aligned"
         memories, files = (record, self._scratch.memory), self._files.hold()
         addresses = [memory.data_ptr() for memory in memories]
         nbytes = 0

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vismoe.kernels.read import Stretch
-from vismoe.store.expert_store import LEAST_ROOMY_BYTES, Lies, begin_in_room, lies, room_for
+from vismoe.store.expert_store import LEAST_ROOMY_BYTES, Lies, begin_in_block, lies, room_for
 from vismoe.store.file_state import FileState
 from vismoe.store.gguf_header import GgufHeader
 from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry
-from vismoe.types import BLOCK_BYTES, RecordLayout, aligned
+from vismoe.types import RecordLayout, aligned
 
 EXPERTS = re.compile(r"\.experts\.|_exps\.")  # names of tensors of routed experts
 DRAFTS = re.compile(r"\bmtp\.")  # of the layer that drafts, which is served apart
@@ -55,7 +55,7 @@ class EarlyRecords:
 
     def begin(self, slab: int) -> int:
         """At which byte of the slab its record begins."""
-        return begin_in_room(filling(self.experts[slab]), self.layout.room_bytes) if self.layout.room_bytes else 0
+        return begin_in_block(filling(self.experts[slab])) if self.layout.room_bytes else 0
 
     def stretches(self, slabs: Sequence[int], slabs_at: int) -> list[Stretch]:
         """What fills some slabs, of those from this address on, in as few reads as possible."""
@@ -112,7 +112,7 @@ def early_records(
     layout = RecordLayout((), aligned(sum(sizes)))
     if min(aligned(sum(sizes_of_one)) for sizes_of_one in groups) >= LEAST_ROOMY_BYTES:
         every = (matrices_of_one for group in groups.values() for matrices_of_one in group.values())
-        if room_bytes := room_for((begin_in_room(filling(one), BLOCK_BYTES) for one in every), boundary):
+        if room_bytes := room_for((begin_in_block(filling(one)) for one in every), boundary):
             layout = layout.with_room(room_bytes)
     share = slabs_bytes / experts_bytes
     kept = evenly([layer for layer, _ in largest], 1 if share >= 1 else PART * share)

@@ -38,11 +38,11 @@ def lies(stretches: Sequence[Stretch], states: Sequence[FileState]) -> Lies:
     return tuple(found)
 
 
-def begin_in_room(stretches: Sequence[Stretch], room_bytes: int) -> int:
-    """At which byte of so many in a slab a record, which these fill from address 0 on, should begin: as far behind a block of the
-    disk as most of it lies in its file."""
+def begin_in_block(stretches: Sequence[Stretch]) -> int:
+    """At which byte of a block of its slab a record, which these fill from address 0 on, should begin: as far behind a block of
+    the disk as most of it lies in its file."""
     largest = max(stretches, key=lambda one: one.nbytes, default=None)
-    begin = 0 if largest is None else (largest.offset_bytes - largest.pieces[0][0]) % room_bytes
+    begin = 0 if largest is None else (largest.offset_bytes - largest.pieces[0][0]) % BLOCK_BYTES
     return 0 if begin % LARGEST_NUMBER_BYTES else begin
 
 
@@ -84,8 +84,8 @@ class ExpertStore(Protocol):
     def reading(self, expert: ExpertId, address: int) -> "NativeRead | None":
         """How a native thread reads an expert into the record at this address; None: by `read` only. Raises ClosedError."""
 
-    def begins(self, expert: ExpertId, room_bytes: int) -> int:
-        """At which byte of so many in a slab the expert's record should begin, so that a disk can write most of it there."""
+    def begins(self, expert: ExpertId) -> int:
+        """At which byte of a slab with room the expert's record should begin, so that a disk can write most of it there."""
 
     def close(self) -> None:
         """Release the files; reading afterwards raises ClosedError."""
@@ -128,7 +128,7 @@ class StoreOnDisk:
     def __init__(self, files: Sequence[FileOnDisk], again: str = AGAIN):
         """`again`: advice on how to restore a damaged file."""
         self._files = CheckpointFiles(files, again)
-        self._begins: dict[tuple[ExpertId, int], int] = {}
+        self._begins: dict[ExpertId, int] = {}
 
     @property
     def paths(self) -> list[Path]:
@@ -157,19 +157,19 @@ class StoreOnDisk:
         """As ExpertStore.read."""
         raise NotImplementedError
 
-    def begins(self, expert: ExpertId, room_bytes: int) -> int:
+    def begins(self, expert: ExpertId) -> int:
         """As ExpertStore.begins."""
-        return self._begin(expert, room_bytes) if self._files.hold().past_cache else 0
+        return self._begin(expert) if self._files.hold().past_cache else 0
 
     def room_bytes(self) -> int:
         """As `room_for`, of slabs of these experts."""
         every = (ExpertId(layer.index, expert) for layer in self.inventory.layers for expert in range(layer.num_experts))
-        return room_for((self._begin(expert, BLOCK_BYTES) for expert in every), self._files.hold().memory_bytes)
+        return room_for((self._begin(expert) for expert in every), self._files.hold().memory_bytes)
 
-    def _begin(self, expert: ExpertId, room_bytes: int) -> int:
-        if (expert, room_bytes) not in self._begins:
-            self._begins[expert, room_bytes] = begin_in_room(self._stretches(expert), room_bytes)
-        return self._begins[expert, room_bytes]
+    def _begin(self, expert: ExpertId) -> int:
+        if expert not in self._begins:
+            self._begins[expert] = begin_in_block(self._stretches(expert))
+        return self._begins[expert]
 
     def lies(self, expert: ExpertId) -> Lies:
         """Which bytes of the files fill the expert's record; none where more is to be done than reading."""

@@ -190,13 +190,13 @@ def any_cpu() -> Iterator[None]:
     """
     measure, runs = footprint._Forward, {}
 
-    def forward(model: Any, tokens: int, most_rows: int | None) -> Any:
+    def forward(model: Any, tokens: int, most_rows: int | None, *repeated: Any) -> Any:
         caches = DynamicCache(config=model.config.get_text_config()).layers
         if not any(isinstance(cache, LinearAttentionLayer) for cache in caches):
             tokens = CONTEXT
-        if tokens not in runs:
-            runs[tokens] = measure(model, tokens, most_rows)
-        return runs[tokens]
+        if (tokens, *repeated) not in runs:
+            runs[tokens, *repeated] = measure(model, tokens, most_rows, *repeated)
+        return runs[tokens, *repeated]
 
     with (
         patch.object(reading, "load_profile", lambda: None),

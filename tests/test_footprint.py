@@ -5,6 +5,7 @@ test_families.py compares the cache and the towers of every family, which it mea
 
 from dataclasses import replace
 
+import family_zoo
 import pytest
 import torch
 import transformers as T
@@ -15,10 +16,12 @@ from vismoe.config import Settings
 from vismoe.errors import CheckpointError, UnsupportedModelError
 from vismoe.models.family.components import backbone_bytes, component_of
 from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.models.load import footprint as load_footprint
 from vismoe.models.load import live_memory
 from vismoe.models.load.footprint import footprint
 from vismoe.models.load.locate import inventory_of
 from vismoe.models.load.preview import describe, preview
+from vismoe.models.load.repeated_layers import RepeatedLayers
 from vismoe.models.moe.adapters import adapt
 from vismoe.planning.needs import mask_bytes
 from vismoe.planning.plan import Footprint
@@ -71,6 +74,32 @@ def test_results_of_repeated_operations_are_those_that_torch_makes(family, monke
     needs = measured(family)
     monkeypatch.setattr(live_memory, "_makes_new_tensors", lambda func: False)
     assert measured(family) == needs
+
+
+REPEATING = ["qwen3_moe", "qwen3_vl_moe", "qwen2_moe", "afmoe", "deepseek_v3", "deepseek_vl_v2 + deepseek_v2", "qwen3_next"]
+
+
+@pytest.mark.parametrize(("family", "context"), [*((family, 600) for family in REPEATING), ("qwen2_moe", 3000), ("afmoe", 3000)])
+def test_layers_that_repeat_each_other_need_not_all_be_run(family, context, monkeypatch):
+    """Where masks or other layers take most, too: those of afmoe and qwen2_moe do with 3,000 tokens."""
+    monkeypatch.setattr(family_zoo, "TEXT", family_zoo.TEXT | {"num_hidden_layers": 9})
+    found, real = [], load_footprint._measured_alike
+    monkeypatch.setattr(load_footprint, "_measured_alike", lambda *given: found.append(real(*given)) or found[0])
+    model = on_meta(family)
+    layers = RepeatedLayers.of(model).layers
+    needs = footprint(model, inventory_of(model, model.dtype), Settings(context=context))
+    assert found[0] is not None and len(found[0].kept) < 9
+    assert RepeatedLayers.of(model).layers is layers and not layers[-1]._forward_pre_hooks, "the model is as it was"
+    monkeypatch.setattr(load_footprint, "_measured_alike", lambda *given: None)
+    assert measured(family, context) == needs
+
+
+def test_layers_that_differ_or_are_measured_otherwise_are_all_run(monkeypatch):
+    monkeypatch.setattr(family_zoo, "TEXT", family_zoo.TEXT | {"num_hidden_layers": 9})
+    assert RepeatedLayers.of(on_meta("gemma4")) is None and RepeatedLayers.of(on_meta("dbrx")) is None
+    monkeypatch.setattr(RepeatedLayers, "like", lambda layers, index: 0)
+    model = on_meta("afmoe")  # whose first layer has a window
+    assert load_footprint._measured_alike(model, load_footprint._Forward(model, 4, None)) is None
 
 
 def test_sliding_windows_keep_no_more_than_their_window():

@@ -6,7 +6,8 @@ states are exact whatever the family.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from vismoe.models.family.components import backbone_bytes
 from vismoe.models.family.families import expert_modules, positions_of
 from vismoe.models.family.mtp import mtp_of, new_cache
 from vismoe.models.load.live_memory import META, ExpertsMemory, FusedAttention, LiveMemory, all_chosen, forwards_replaced
+from vismoe.models.load.repeated_layers import RepeatedLayers
 from vismoe.models.load.vision_memory import vision_memory
 from vismoe.models.moe.eager import BLOCK_ROWS, block_rows
 from vismoe.planning.needs import CacheLayer, Curve, Footprint
@@ -49,10 +51,11 @@ def footprint(model: Any, inventory: ExpertInventory, settings: Settings, device
     context, config = settings.context, model.config.get_text_config()
     most_rows = block_rows(model.dtype, device) if context > BLOCK_ROWS else None
     runs = [_Forward(model, min(FEW_TOKENS, context), most_rows)]
+    repeated = _measured_alike(model, runs[0])
     recurrent = any(layer.state_bytes for layer in runs[0].cache_layers)
     between = [tokens for tokens in BETWEEN_TOKENS if 4 * tokens <= context] + ([most_rows] if most_rows else [])
     more = {min(tokens, context) for tokens in (SCANNED_TOKENS if recurrent else (*between, context))} - {runs[0].tokens}
-    runs += [_Forward(model, tokens, most_rows) for tokens in sorted(more)]
+    runs += [_Forward(model, tokens, most_rows, repeated) for tokens in sorted(more)]
     layers = runs[-1].cache_layers
 
     def curve(peak: Callable[[_Forward], int]) -> Curve:
@@ -120,15 +123,51 @@ def _has_tokenizer(model: Any) -> bool:
     return not folder.is_dir() or any(folder.glob("*token*")) or any(folder.glob("vocab*"))
 
 
+def _measured_alike(model: Any, whole: "_Forward") -> RepeatedLayers | None:
+    """The layers that need not all be run, if without them the same is measured with few tokens."""
+    repeated = RepeatedLayers.of(model)
+    if repeated is None:
+        return None
+    try:
+        part = _Forward(model, whole.tokens, whole.most_rows, repeated)
+    except UnsupportedModelError:
+        return None
+    return repeated if part.measured == whole.measured else None
+
+
+class _Peaks:
+    """Peaks of a pass in bytes, before its last layer and since: of our kernels, of torch, of attention with an explicit mask."""
+
+    def __init__(self, memory: LiveMemory, experts: ExpertsMemory, attention: FusedAttention):
+        self._memory, self._experts, self._attention = memory, experts, attention
+        self._before = [0, 0, 0]
+
+    def divide(self, *_: Any) -> None:
+        """The last layer begins."""
+        self._before = self._begin_anew()
+
+    def taken(self, before_bytes: int, since_bytes: int) -> list[int]:
+        """The peaks of a pass that has ended, if layers that were not run hold so many bytes before its last layer, and since."""
+        before, since = self._before, self._begin_anew()
+        self._before = [0, 0, 0]
+        return [max(b and b + before_bytes, s and s + since_bytes) for b, s in zip(before, since)]
+
+    def _begin_anew(self) -> list[int]:
+        memory, experts, attention = self._memory, self._experts, self._attention
+        peaks = [memory.peak_bytes, experts.torch_peak_bytes, attention.padded_peak_bytes]
+        memory.peak_bytes, experts.torch_peak_bytes, attention.padded_peak_bytes = memory.live_bytes, 0, 0
+        return peaks
+
+
 class _Forward:
     """A prefill of `tokens` and one decode step on meta: peaks of live bytes, and what the cache keeps.
 
     padding_bytes: what an explicit mask adds to the prefill beside itself. prefill_bytes: where our kernels compute the experts;
-    torch_prefill_bytes: while torch does.
+    torch_prefill_bytes: while torch does. repeated: the layers that are not all run; what the cache keeps of those is added.
     """
 
-    def __init__(self, model: Any, tokens: int, most_rows: int | None):
-        self.tokens, self.most_rows = tokens, most_rows
+    def __init__(self, model: Any, tokens: int, most_rows: int | None, repeated: RepeatedLayers | None = None):
+        self.tokens, self.most_rows, self.repeated = tokens, most_rows, repeated
         experts = [module for _, module in expert_modules(model)]
         usual = getattr(model, "_supports_default_dynamic_cache", lambda: True)()  # minimax makes a cache of its own
         cache = None
@@ -143,16 +182,38 @@ class _Forward:
     def _run(self, model: Any, cache: Any, experts: Sequence[nn.Module]) -> None:
         memory, tokens = LiveMemory(), self.tokens
         attention, layers = FusedAttention(memory), ExpertsMemory(memory, self.most_rows)
-        with torch.no_grad(), all_chosen(), memory, attention, forwards_replaced(experts, layers.function):
+        peaks = _Peaks(memory, layers, attention)
+        left_out = self.repeated.left_out(peaks.divide) if self.repeated is not None else nullcontext()
+        with left_out, torch.no_grad(), all_chosen(), memory, attention, forwards_replaced(experts, layers.function):
             ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
             asked: dict[str, Any] = dict(use_cache=True, logits_to_keep=1)
             cache = cache_in(model(input_ids=ids, **{CACHE: cache}, **asked))
-            self.prefill_bytes, self.cache_layers = memory.peak_bytes, _cache_layers(cache)
-            self.torch_prefill_bytes = layers.torch_peak_bytes
-            self.padding_bytes = max(0, attention.padded_peak_bytes - self.prefill_bytes)
-            memory.peak_bytes = memory.live_bytes
+            self.cache_layers = self._of_all(_cache_layers(cache))
+            held_bytes = self._left_out_bytes(cache)
+            self.prefill_bytes, self.torch_prefill_bytes, padded_bytes = peaks.taken(0, held_bytes)
+            self.padding_bytes = max(0, padded_bytes - self.prefill_bytes)
             model(input_ids=ids[:, :1], **{CACHE: cache}, **asked)
-            self.decode_bytes = memory.peak_bytes
+            self.decode_bytes, *_ = peaks.taken(held_bytes, self._left_out_bytes(cache))
+
+    @property
+    def measured(self) -> tuple[Any, ...]:
+        """All of it."""
+        return self.prefill_bytes, self.torch_prefill_bytes, self.padding_bytes, self.decode_bytes, self.cache_layers
+
+    def _of_all(self, found: tuple[CacheLayer, ...]) -> tuple[CacheLayer, ...]:
+        """What the cache keeps of all layers, those that were not run included."""
+        if self.repeated is None:
+            return found
+        count = min(len(found), len(self.repeated.layers))
+        return (*(found[self.repeated.like(index)] for index in range(count)), *found[count:])
+
+    def _left_out_bytes(self, cache: Any) -> int:
+        """What the cache would hold of layers that were not run: a window whose tokens are a view of all holds all."""
+        if self.repeated is None or len(cache.layers) < len(self.repeated.layers):
+            return 0
+        like = cache.layers[self.repeated.first + 1]
+        held = {storage._cdata: storage.nbytes() for storage in (one.untyped_storage() for _, one in _kept_in(like))}
+        return len(self.repeated.left_out_layers) * sum(held.values())
 
 
 def _reason(cache: DynamicCache | None, error: Exception) -> str:
@@ -177,17 +238,24 @@ def _cache_layers(cache: Any) -> tuple[CacheLayer, ...]:
 def _cache_layer(layer: Any) -> CacheLayer:
     """What a cache layer keeps, read from its tensors; recurrent layers hold lists or dicts of states."""
     state_bytes = token_bytes = copy_bytes = 0
-    for name, value in vars(layer).items():
-        for tensor in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]:
-            if not isinstance(tensor, torch.Tensor) or tensor.device != META or not tensor.ndim:
-                continue
-            nbytes = tensor.numel() * tensor.element_size()
-            axis = -2 if tensor.is_floating_point() else -1  # position ids have no width
-            tokens = tensor.shape[axis] if tensor.ndim > 1 else 0
-            if name.startswith(GROWING) and tokens:
-                token_bytes += nbytes // tokens
-                copy_bytes = max(copy_bytes, nbytes // tokens)
-            else:
-                state_bytes += nbytes
+    for name, tensor in _kept_in(layer):
+        if not tensor.ndim:
+            continue
+        nbytes = tensor.numel() * tensor.element_size()
+        axis = -2 if tensor.is_floating_point() else -1  # position ids have no width
+        tokens = tensor.shape[axis] if tensor.ndim > 1 else 0
+        if name.startswith(GROWING) and tokens:
+            token_bytes += nbytes // tokens
+            copy_bytes = max(copy_bytes, nbytes // tokens)
+        else:
+            state_bytes += nbytes
     window = getattr(layer, "sliding_window", None)
     return CacheLayer(state_bytes, token_bytes, max(1, window - 1) if isinstance(window, int) else None, copy_bytes)
+
+
+def _kept_in(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a cache layer, each by the name of what holds it."""
+    for name, value in vars(layer).items():
+        for tensor in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]:
+            if isinstance(tensor, torch.Tensor) and tensor.device == META:
+                yield name, tensor

@@ -43,6 +43,7 @@ DTYPES = {
 }  # fmt: skip
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # types of metadata
 TEXT, ARRAY = 8, 9
+MOST_READ = 64  # headers that are remembered: to pass over a vocabulary takes 50 ms, and one load looks three times
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -52,6 +53,9 @@ class GgufHeader(SafetensorsHeader):
 
     types: dict[str, str] = field(default_factory=dict)  # of each tensor, by ggml's name
     metadata: dict[str, Any] = field(default_factory=dict)  # numbers, texts and short arrays of numbers
+
+
+_READ: dict[tuple[Path, FileState], GgufHeader] = {}
 
 
 def read_gguf_headers(path: str | Path) -> list[GgufHeader]:
@@ -97,7 +101,13 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
     """Parse and check the header of one file; raises CheckpointError with the numbers."""
     path = Path(path)
     with opened(path, "and no other file can take its place. Fix: check the path of the GGUF file") as (file, state):
-        return _Reader(path, file, state).header()
+        if (known := _READ.get((path, state))) is not None:
+            return known
+        header = _Reader(path, file, state).header()
+    while len(_READ) >= MOST_READ:
+        _READ.pop(next(iter(_READ)), None)
+    _READ[path, state] = header
+    return header
 
 
 class _Reader:

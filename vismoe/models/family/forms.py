@@ -7,6 +7,7 @@ is recognised by comparing the module's output with each known activation on num
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,12 +86,18 @@ def _is_of_form(module: Any, form: ExpertForm) -> bool:
     return any(candidate == form for candidate in _candidates(module, form.up)) and _acts_like(module, form)
 
 
+@cache
+def wave(count: int) -> torch.Tensor:
+    """float32 `[count]` on the CPU, from -1 to 1, no two alike: modules and functions are compared on it. It must not be written
+    to."""
+    return torch.sin(torch.arange(count, dtype=torch.float32, device="cpu") * 2.3)
+
+
 def _acts_like(module: Any, form: ExpertForm) -> bool:
     """Whether the module's activation equals that of the form, for small and large numbers in random order."""
     width = PROBE_WIDTH * (1 if form.gate is Gate.NONE else 2)
     with torch.no_grad(), torch.device("cpu"):
-        wave = torch.sin(torch.arange(4 * width, dtype=torch.float32) * 2.3).view(4, width)
-        product = torch.cat([size * wave for size in PROBE_SIZES])
+        product = torch.cat([size * wave(4 * width).view(4, width) for size in PROBE_SIZES])
         try:
             own = module._apply_gate(product.clone()) if module.has_gate else module.act_fn(product.clone())
         except (RuntimeError, NotImplementedError):  # an activation with weights, which are not loaded yet

@@ -15,6 +15,7 @@ from torch import nn
 
 from vismoe.kernels import cpu
 from vismoe.models.family.components import is_vision
+from vismoe.models.family.forms import wave
 from vismoe.models.moe import row_kernels
 from vismoe.models.moe.own_forward import give_forward, was_given
 
@@ -76,10 +77,10 @@ def _acts_like(module: nn.Module, weight: torch.Tensor | None, form: NormForm) -
     """Whether the module computes the form: in float32 with weights of a wave, and in its own type, which must be that of its
     result. On the CPU, with its weight as it is there."""
     width = 64 if weight is None else weight.shape[0]
-    wave = torch.sin(torch.arange(4 * width, dtype=torch.float32) * 2.3).view(4, width)
-    x = torch.stack([size * row for size, row in zip(PROBE_SIZES, wave)])
-    twin, typed_twin = _with_weight(module, 0.5 + wave[3]), _with_weight(module, weight)
-    factor = 1.0 if weight is None else form.unit + 0.5 + wave[3].double()
+    rows = wave(4 * width).view(4, width)
+    x = torch.stack([size * row for size, row in zip(PROBE_SIZES, rows)])
+    twin, typed_twin = _with_weight(module, 0.5 + rows[3]), _with_weight(module, weight)
+    factor = 1.0 if weight is None else form.unit + 0.5 + rows[3].double()
     wide = x.double()
     expected = wide * (wide.square().mean(-1, keepdim=True) + form.eps).rsqrt() * factor
     dtype = torch.bfloat16 if weight is None else weight.dtype

@@ -16,6 +16,7 @@ from torch import nn
 from vismoe.kernels import rows
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.family.components import is_vision
+from vismoe.models.family.forms import wave
 from vismoe.models.moe import row_kernels
 from vismoe.models.moe.own_forward import give_forward, was_given, with_names
 
@@ -55,10 +56,10 @@ def is_known(turn: Callable[..., Any]) -> bool:
 @torch.no_grad()
 def _equals(turn: Callable[..., Any], turned: int) -> bool | None:
     """None: it does not take such angles."""
-    wave = torch.sin(torch.arange(2 * 3 * 16 * 8, dtype=torch.float32) * 2.3)
+    numbers = wave(2 * 3 * 16 * 8)
     for dtype in PROBE_TYPES:
-        queries, keys = (wave[: 2 * 3 * n * 16].view(2, 3, n, 16).to(dtype).transpose(1, 2) for n in (4, 2))
-        cos, sin = (wave[first : first + 6 * turned].view(2, 3, turned).to(dtype).contiguous() for first in (5, 200))
+        queries, keys = (numbers[: 2 * 3 * n * 16].view(2, 3, n, 16).to(dtype).transpose(1, 2) for n in (4, 2))
+        cos, sin = (numbers[first : first + 6 * turned].view(2, 3, turned).to(dtype).contiguous() for first in (5, 200))
         try:
             theirs = turn(queries, keys, cos, sin)
         except (RuntimeError, TypeError, ValueError, IndexError):

@@ -23,6 +23,7 @@ from vismoe.kernels.gpu import rows as gpu_rows
 from vismoe.lookahead.gate import biases_of
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
+from vismoe.models.family.forms import wave
 from vismoe.models.moe.linears import HALVES, few
 from vismoe.models.moe.own_forward import give_forward, was_given, with_names
 from vismoe.models.moe.row_kernels import alike
@@ -61,9 +62,9 @@ def router_of(module: nn.Module, biases: dict[str, torch.Tensor]) -> Router | No
     elif not weight.is_cpu:
         return None
     with torch.no_grad():
-        wave = torch.sin(torch.arange(PROBE_ROWS * weight.shape[1], dtype=torch.float32) * 2.3).view(PROBE_ROWS, -1)
-        largest = float((wave @ weight.float().T).abs().max())
-        x = (wave * (PROBE_LOGIT / largest) if largest > 0 else wave).to(weight.dtype)
+        rows = wave(PROBE_ROWS * weight.shape[1]).view(PROBE_ROWS, -1)
+        largest = float((rows @ weight.float().T).abs().max())
+        x = (rows * (PROBE_LOGIT / largest) if largest > 0 else rows).to(weight.dtype)
         try:
             made = _parts(type(module).forward(module, x, **biases))
             for router in _candidates(module, made):

@@ -221,6 +221,32 @@ def test_a_pool_takes_memory_that_has_pages_and_the_rest_is_given_back(roomy, ea
     assert not mapped(first)
 
 
+def test_who_waits_for_pages_learns_when_they_are_there_and_when_they_will_not_be(early, monkeypatch):
+    more, real = threading.Semaphore(0), backing.give_pages
+    monkeypatch.setattr(backing, "give_pages", lambda *place: more.acquire(timeout=60) and real(*place))
+    monkeypatch.setattr(backing, "PIECE_BYTES", 2**20)
+    monkeypatch.setattr(backing, "MOST_THREADS", 1)
+    memory, found = early(64, 24), []
+
+    def waits(first_mb, mb):
+        thread = threading.Thread(target=lambda: found.append(memory.wait_for_pages(first_mb * 2**20 + 5, mb * 2**20)))
+        thread.start()
+        return thread
+
+    thread = waits(1, 2)
+    more.release(3)
+    thread.join(0.05)
+    assert thread.is_alive() and not found, "it needs a page of the fourth piece, too"
+    more.release()
+    thread.join(60)
+    assert found == [True]
+    thread = waits(7, 2)
+    backing._stop(memory._backing._pages)
+    more.release()
+    thread.join(60)
+    assert found == [True, False] and memory.wait_for_pages(0, 3 * 2**20) and not memory.wait_for_pages(23 * 2**20, 2**20)
+
+
 @pytest.mark.parametrize("how", ["too little", "freed", "forgotten"])
 def test_memory_that_is_not_taken_is_given_back(roomy, early, monkeypatch, how):
     slowly(monkeypatch)

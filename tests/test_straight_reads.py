@@ -44,12 +44,14 @@ class StrictDisk:
         self.content = np.random.default_rng(0).integers(0, 256, FILE_BYTES, np.uint8).tobytes()
         self.memory_bytes, self._torn = memory_bytes, torn
         self.places: list[tuple[int, int]] = []  # (address, bytes) of what it wrote
+        self.asked: list[int] = []  # bytes of each call
 
     def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         unit = max(512, self.memory_bytes)
         if offset % unit or any(address_of(buffer) % self.memory_bytes or len(buffer) % unit for buffer in buffers):
             raise OSError(self.refusal, os.strerror(self.refusal))
         left = sum(len(buffer) for buffer in buffers)
+        self.asked.append(left)
         if self._torn is not None and left > unit:
             left = unit * self._torn.randint(1, left // unit)
         done = 0
@@ -68,8 +70,9 @@ class StrictDisk:
     apart=st.lists(st.integers(0, 9), min_size=5, max_size=5),
     aligned=st.booleans(),
     torn=st.one_of(st.none(), st.builds(random.Random, st.integers(0, 99))),
+    most_bytes=st.one_of(st.just(read.MOST_BYTES), st.integers(1, 5).map(lambda blocks: blocks * BLOCK_BYTES)),
 )
-def test_every_byte_arrives_and_no_other_one_changes(memory_bytes, begin, sizes, apart, aligned, torn):
+def test_every_byte_arrives_and_no_other_one_changes(memory_bytes, begin, sizes, apart, aligned, torn, most_bytes):
     disk = StrictDisk(memory_bytes, torn)
     sizes = [size for size, end in zip(sizes, np.cumsum(sizes)) if begin + end <= FILE_BYTES] or [FILE_BYTES - begin]
     memory = block_buffer(64 * BLOCK_BYTES)
@@ -85,10 +88,10 @@ def test_every_byte_arrives_and_no_other_one_changes(memory_bytes, begin, sizes,
     with pytest.MonkeyPatch.context() as patch:
         system_reads.replace(patch, disk.read)
         files = (read.File * 1)(read.File(-1))
-        way = FileAccess.of(files, bounce.nbytes, BLOCK_BYTES, 512, memory_bytes)
+        way = FileAccess.of(files, bounce.nbytes, BLOCK_BYTES, 512, memory_bytes, most_bytes)
         ended, _ = read.read(way, [Stretch(0, begin, pieces)], bounce)
     assert ended == errno.EBADF, "all was read, and then it was asked whether the file has changed, which there is not"
-    assert np.array_equal(memory, expected)
+    assert np.array_equal(memory, expected) and max(disk.asked) <= most_bytes
     straight = sum(size for there, size in disk.places if address <= there < address + memory.nbytes)
     whole = sum(
         max(0, (at + size) // BLOCK_BYTES * BLOCK_BYTES - -(-at // BLOCK_BYTES) * BLOCK_BYTES)

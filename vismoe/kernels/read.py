@@ -13,6 +13,7 @@ import numpy as np
 from vismoe.kernels.library import function
 
 ENDED_EARLY, CHANGED = -1, -2  # what ends a read beside an error's number; 0: all is there
+MOST_BYTES = 2**30  # that Linux reads in one call, or a little more
 
 Piece = tuple[int, int]  # address and bytes of memory to fill
 
@@ -45,7 +46,8 @@ class File(ctypes.Structure):
 class FileAccess(ctypes.Structure):
     """How files are read: past the page cache by a bounce buffer of so many bytes, whole blocks, or (0) through it. Reads past it
     return a multiple of a logical block, except at the end of a file. They go straight to where memory has the alignment
-    `memory_bytes` that their place in the file has, but for the blocks at their edges."""
+    `memory_bytes` that their place in the file has, but for the blocks at their edges. One call of the system reads up to
+    `most_bytes`, whole blocks: other reads of the disk wait until it has made what was asked before them."""
 
     _fields_ = (
         ("files", ctypes.c_void_p),
@@ -54,15 +56,23 @@ class FileAccess(ctypes.Structure):
         ("block_bytes", ctypes.c_int64),
         ("logical_block_bytes", ctypes.c_int64),
         ("memory_bytes", ctypes.c_int64),
+        ("most_bytes", ctypes.c_int64),
     )
 
     @classmethod
     def of(
-        cls, files: "ctypes.Array[File]", bounce_bytes: int, block_bytes: int, logical_block_bytes: int, memory_bytes: int
+        cls,
+        files: "ctypes.Array[File]",
+        bounce_bytes: int,
+        block_bytes: int,
+        logical_block_bytes: int,
+        memory_bytes: int,
+        most_bytes: int = MOST_BYTES,
     ) -> "FileAccess":
         """`files` must stay."""
         spoiled = system_read and ctypes.cast(system_read, ctypes.c_void_p)
-        return cls(ctypes.addressof(files), spoiled, bounce_bytes, block_bytes, logical_block_bytes, memory_bytes)
+        blocks = block_bytes, logical_block_bytes
+        return cls(ctypes.addressof(files), spoiled, bounce_bytes, *blocks, memory_bytes, most_bytes)
 
 
 class _OnDisk(ctypes.Structure):

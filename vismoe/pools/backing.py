@@ -12,7 +12,7 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,17 @@ LEAST_BYTES = 64 * 2**20  # of memory that is worth the threads
 PIECE_BYTES = 32 * 2**20  # between two pieces a thread looks at how much memory is free
 SPARE_BYTES = 2**28  # of free memory that stay: what loading takes for a moment is in no plan
 MOST_THREADS = 4
-Interval = tuple[int, int]  # (begin, bytes) of memory
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 NICE = 10  # such a thread takes an idle core, and a tenth of one that others want
+
+
+class _Pages:
+    """What the threads of a `Backing` share, which they do not keep alive."""
+
+    def __init__(self) -> None:
+        self.stopped = ctypes.c_int32()
+        self.there: dict[int, int] = {}  # bytes with pages, by the begin of their piece
+        self.changed, self.threads = threading.Condition(), 0  # that have not ended
 
 
 class Backing:
@@ -40,20 +48,24 @@ class Backing:
     """
 
     def __init__(self, owner: Any, address: int, nbytes: int):
-        self._stopped, self._done = ctypes.c_int32(), list[Interval]()
-        weakref.finalize(self, _stop, self._stopped)
+        self._pages = _Pages()
+        weakref.finalize(self, _stop, self._pages)
         begins = iter(range(0, nbytes if nbytes >= LEAST_BYTES else 0, PIECE_BYTES))
-        work = weakref.ref(owner), address, nbytes, begins, self._stopped, self._done
+        work = weakref.ref(owner), address, nbytes, begins, self._pages
         self._threads: list[threading.Thread] = []
-        with contextlib.suppress(RuntimeError):  # no more threads may be started: fewer do it
-            for _ in range(min(MOST_THREADS, cores()) if nbytes >= LEAST_BYTES else 0):
-                thread = threading.Thread(target=_back, args=work, name="vismoe-backing", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+        for _ in range(min(MOST_THREADS, cores()) if nbytes >= LEAST_BYTES else 0):
+            thread = threading.Thread(target=_back, args=work, name="vismoe-backing", daemon=True)
+            with self._pages.changed:
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads may be started: fewer do it
+                    break
+                self._pages.threads += 1
+            self._threads.append(thread)
 
     def stop(self) -> None:
         """End the threads: when this returns, no page is allocated ahead any more."""
-        _stop(self._stopped)
+        _stop(self._pages)
         self.wait()
 
     def wait(self) -> None:
@@ -61,32 +73,45 @@ class Backing:
         for thread in self._threads:
             thread.join()
 
-    def backed_bytes(self, others: Sequence[Interval] = ()) -> int:
-        """Of memory that has its pages, with `others`, which have theirs; exact once the threads have ended."""
-        total = end = 0
-        for begin, nbytes in sorted((*self._done, *others)):
-            total += max(0, begin + nbytes - max(begin, end))
-            end = max(end, begin + nbytes)
-        return total
+    def wait_for(self, begin: int, nbytes: int) -> bool:
+        """Whether these bytes have their pages, once they do or the threads have ended."""
+        end, there = begin + nbytes, self._pages.there
+
+        def have_pages() -> bool:
+            first = begin // PIECE_BYTES * PIECE_BYTES
+            return all(there.get(piece, 0) >= min(PIECE_BYTES, end - piece) for piece in range(first, end, PIECE_BYTES))
+
+        with self._pages.changed:
+            self._pages.changed.wait_for(lambda: not self._pages.threads or have_pages())
+            return have_pages()
+
+    def backed_bytes(self) -> int:
+        """Of memory that has its pages; exact once the threads have ended."""
+        return sum(list(self._pages.there.values()))
 
 
-def _stop(stopped: ctypes.c_int32) -> None:
-    stopped.value = 1
+def _stop(pages: _Pages) -> None:
+    pages.stopped.value = 1
 
 
-def _back(
-    owner: "weakref.ref[Any]", address: int, nbytes: int, begins: Iterator[int], stopped: ctypes.c_int32, done: list[Interval]
-) -> None:
+def _back(owner: "weakref.ref[Any]", address: int, nbytes: int, begins: Iterator[int], pages: _Pages) -> None:
     give_way()
-    for begin in begins:
-        held = owner()
-        if stopped.value or held is None or host_memory()[0] < SPARE_BYTES:
-            return
-        try:
-            done.append((begin, give_pages(address + begin, min(PIECE_BYTES, nbytes - begin), stopped)))
-        except ConfigError:  # the kernels are not built, or from other sources: loading says so
-            return
-        del held
+    try:
+        for begin in begins:
+            held = owner()
+            if pages.stopped.value or held is None or host_memory()[0] < SPARE_BYTES:
+                return
+            given = give_pages(address + begin, min(PIECE_BYTES, nbytes - begin), pages.stopped)
+            with pages.changed:
+                pages.there[begin] = given
+                pages.changed.notify_all()
+            del held
+    except ConfigError:  # the kernels are not built, or from other sources: loading says so
+        return
+    finally:
+        with pages.changed:
+            pages.threads -= 1
+            pages.changed.notify_all()
 
 
 def give_way() -> None:
@@ -116,21 +141,15 @@ class EarlyMemory:
         advise(self.address, most_bytes, HUGEPAGE)
         self._backing = Backing(self._memory, self.address, wanted_bytes)
 
-    def backed_bytes(self, written: Sequence[Interval] = ()) -> int:
-        """Of memory that has pages, with what was `written`, if it was not taken. It gets no more of them, until it is taken."""
+    def backed_bytes(self) -> int:
+        """Of memory that has pages, if it was not taken. It gets no more of them, until it is taken."""
         self._backing.stop()
-        return self._backing.backed_bytes(written) if self._memory is not None else 0
+        return self._backing.backed_bytes() if self._memory is not None else 0
 
-    def back(self, begin: int, nbytes: int) -> None:
-        """Give these bytes their pages now. A disk that writes where there are none makes imports wait for their memory."""
-        give_pages(self.address + begin, nbytes, ctypes.c_int32())
-
-    def has_pages(self, begin: int, nbytes: int) -> bool:
-        """Whether all of these bytes have their pages."""
-        first, end = begin // mmap.PAGESIZE, -(-(begin + nbytes) // mmap.PAGESIZE)
-        there = (ctypes.c_uint8 * (end - first))()
-        place = ctypes.c_void_p(self.address + first * mmap.PAGESIZE), ctypes.c_size_t(len(there) * mmap.PAGESIZE)
-        return bool(ctypes.CDLL(None).mincore(*place, there) == 0 and all(page & 1 for page in there))
+    def wait_for_pages(self, begin: int, nbytes: int) -> bool:
+        """Whether these bytes have their pages, once they do or get none any more. A disk that writes where there are none makes
+        imports wait for their memory."""
+        return self._backing.wait_for(begin, nbytes)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """uint8 `[nbytes]` from the start of a page, once, with the rest given back. None, and all stays as it is, where there

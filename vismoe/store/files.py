@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vismoe.errors import CheckpointError, ClosedError
-from vismoe.kernels.read import CHANGED, ENDED_EARLY, File, FileAccess, Stretch, memory_alignment, piece_of, read
+from vismoe.kernels.read import CHANGED, ENDED_EARLY, MOST_BYTES, File, FileAccess, Stretch, memory_alignment, piece_of, read
 from vismoe.pools.advice import block_buffer, buffer_bytes
 from vismoe.store.file_state import FileChangedError, FileState, examined
 from vismoe.store.page_cache import cached_bytes
@@ -68,7 +68,8 @@ class OpenFiles:
 
     Reference counts instead of locks: a thread that is interrupted at any moment leaves no lock or descriptor behind.
     `cached`: the same files through the page cache, where these are read past it. They serve what the page cache holds, and what
-    is read a second time, so that it is there from then on. `threads`: that read a large piece at the same time.
+    is read a second time, so that it is there from then on. `threads`: that read a large piece at the same time; `most_bytes`:
+    of one call of the system.
     """
 
     def __init__(
@@ -80,11 +81,12 @@ class OpenFiles:
         states: Sequence[FileState | None] | None = None,
         cached: "OpenFiles | None" = None,
         threads: int = 1,
+        most_bytes: int = MOST_BYTES,
     ):
         self.files, self._again = tuple(files), again
         self._cached, self._seen = cached, set[tuple[int, int]]()  # (file, offset) of what was read past the page cache
         self._threads = ThreadPoolExecutor(threads, "vismoe-load") if threads > 1 else None
-        self._bounce_bytes = bounce_bytes  # 0: through the page cache
+        self._bounce_bytes, self._most_bytes = bounce_bytes, most_bytes  # 0: through the page cache
         self._bounce = ThreadBuffer(partial(block_buffer, bounce_bytes))
         self._descriptors: list[int] = []
         for file in self.files:
@@ -205,7 +207,8 @@ class OpenFiles:
     @property
     def way(self) -> FileAccess:
         """How native code reads these files, which this object must outlive."""
-        return FileAccess.of(self._native, self._bounce_bytes, BLOCK_BYTES, LOGICAL_BLOCK_BYTES, self.memory_bytes or BLOCK_BYTES)
+        blocks = BLOCK_BYTES, LOGICAL_BLOCK_BYTES, self.memory_bytes or BLOCK_BYTES
+        return FileAccess.of(self._native, self._bounce_bytes, *blocks, self._most_bytes)
 
     @cached_property
     def memory_bytes(self) -> int:
@@ -273,14 +276,14 @@ class CheckpointFiles:
         self._open = direct
         return None
 
-    def for_loading(self, past_cache: bool, threads: int) -> OpenFiles:
-        """The open files to read large tensors from, each once, by so many threads: what the page cache lacks past it, if that is
-        asked for and this filesystem can. Raises ClosedError."""
+    def for_loading(self, past_cache: bool, threads: int, most_bytes: int = MOST_BYTES) -> OpenFiles:
+        """The open files to read large tensors from, each once, by so many threads: what the page cache lacks past it, at most so
+        much in one call of the system, if that is asked for and this filesystem can. Raises ClosedError."""
         held = self.hold()
-        direct = self._past_cache(MOST_BOUNCE_BYTES, True, threads) if past_cache else ""
+        direct = self._past_cache(MOST_BOUNCE_BYTES, True, threads, most_bytes) if past_cache else ""
         return held if isinstance(direct, str) else direct
 
-    def _past_cache(self, stretch_bytes: int, only_cold: bool, threads: int = 1) -> OpenFiles | str:
+    def _past_cache(self, stretch_bytes: int, only_cold: bool, threads: int = 1, most_bytes: int = MOST_BYTES) -> OpenFiles | str:
         """Files that are read past the page cache, or why this filesystem cannot."""
         flag = getattr(os, "O_DIRECT", None)
         if flag is None:
@@ -288,7 +291,7 @@ class CheckpointFiles:
         try:
             cached = OpenFiles(self.files, os.O_RDONLY, 0, self._again, self.states) if only_cold else None
             bounce = bounce_bytes(stretch_bytes)
-            direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce, self._again, self.states, cached, threads)
+            direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce, self._again, self.states, cached, threads, most_bytes)
             direct.probe()
         except OSError as error:
             if error.errno not in NO_DIRECT:

@@ -28,8 +28,7 @@ from vismoe.machine.hardware import cores, host_memory
 from vismoe.pair import BITS, Format
 from vismoe.planning.case import AUTO_SHARE
 from vismoe.pools.advice import in_huge_pages
-from vismoe.pools.backing import LEAST_BYTES, SPARE_BYTES, EarlyMemory, Interval, addresses_are_free, give_way
-from vismoe.pools.backing import PIECE_BYTES as PAGES_BYTES
+from vismoe.pools.backing import LEAST_BYTES, EarlyMemory, addresses_are_free, give_way
 from vismoe.pools.pool import Filled
 from vismoe.store.early_experts import DRAFTS, EXPERTS, EarlyRecords, early_records
 from vismoe.store.expert_store import Lies
@@ -42,8 +41,9 @@ from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, read
 LARGE_BYTES = 2**20  # of a tensor that is worth it
 SHARE = 0.5  # of free memory to read into, before a plan says what it is for
 BESIDE_BYTES = 2**29  # of a plan's memory, for keys, values and what a prompt computes; slabs probably get the rest
-THREADS = 3  # while some wait for a core, or for the interpreter lock, the disk has work
+THREADS = 3  # for each: while some wait for a core, or for the interpreter lock, the disk has work
 PIECE_BYTES = 2**26  # between two of them a thread can be told to give up
+AT_ONCE_BYTES = 2**20  # that a thread asks the disk for: behind 128 MB in one call a file that is imported waits for 0.1 s
 RECORDS_BYTES = 2**27  # that one call reads: each return waits for the interpreter lock, which imports hold
 # Beside routed experts, routers and embeddings, which loading may make others of or leave on disk, and the layer that drafts.
 LEFT_OUT = re.compile(rf"{EXPERTS.pattern}|mlp\.gate\.|embed_tokens|{DRAFTS.pattern}")
@@ -182,7 +182,6 @@ class ReadAhead:
         self._filled: dict[int, Lies] = {}  # by slab
         self._taken: torch.Tensor | None = None  # the slabs, which threads go on to fill
         self._filling: list[threading.Thread] = []
-        self._giving_pages, self._backed = threading.Lock(), list[Interval]()  # to slabs that are filled next
         self._threads: list[threading.Thread] = []
         self._start(self._threads, self._run, weights, most_bytes)
 
@@ -192,8 +191,6 @@ class ReadAhead:
         self._stopped.set()
         for thread in self._threads:  # the first one may have added another before it ended
             thread.join()
-        with self._giving_pages:
-            pass
 
     def give_up(self) -> None:
         """Stop, and forget what was read and not taken."""
@@ -213,7 +210,7 @@ class ReadAhead:
     def backed_bytes(self) -> int:
         """Of memory for slabs that has its pages, and was not taken yet. No more gets any."""
         self.stop()
-        return self._slabs.backed_bytes(self._backed) if self._slabs is not None else 0
+        return self._slabs.backed_bytes() if self._slabs is not None else 0
 
     def _fill_no_more(self) -> None:
         self._filled_enough.set()
@@ -261,77 +258,58 @@ class ReadAhead:
         with contextlib.suppress(*FAILURES):
             headers = [header for path in weights.paths for header in headers_of(path)]
             tensors = weights.large_tensors(headers, most_bytes)
-            slabs_bytes = self._begin_slabs(weights, headers, sum(entry.nbytes for _, entry in tensors))
-            wanted, files = iter(tensors), CheckpointFiles(headers).for_loading(True, 1)
-            slabs = iter(self._slabs_to_fill(weights, headers, files, slabs_bytes))
+            wanted, files = iter(tensors), CheckpointFiles(headers).for_loading(True, 1, AT_ONCE_BYTES)
+            slabs = iter(self._begin_slabs(weights, headers, files, sum(entry.nbytes for _, entry in tensors)))
+            for _ in range(THREADS):
+                self._start(self._filling, self._fill, files, slabs)
+            give_way()  # this thread, and those that it starts: the first write to memory takes a core, which imports need
             for _ in range(THREADS - 1):
-                self._start(self._threads, self._read, files, wanted, slabs)
-            self._read(files, wanted, slabs)
+                self._start(self._threads, self._read_tensors, files, wanted)
+            self._read_tensors(files, wanted)
 
-    def _begin_slabs(self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], tensor_bytes: int) -> int:
-        """Bytes that the plan will probably give slabs, whose memory gets pages now where that is worth it."""
+    def _begin_slabs(
+        self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], files: OpenFiles, tensor_bytes: int
+    ) -> Sequence[Sequence[int]]:
+        """Memory for slabs that the plan will probably make gets pages now, where that is worth it. Returns the slabs to fill,
+        some at a time: of every layer as many experts of the largest group as will probably be resident."""
         most_bytes, wanted_bytes = weights.slab_bytes(headers, tensor_bytes, host_memory()[0])
         alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"  # else the plan has a share of the memory
-        if wanted_bytes >= LEAST_BYTES and cores() > 1 and alone and sys.platform == "linux" and addresses_are_free():
-            with contextlib.suppress(OSError):  # there are no addresses
-                self._slabs = EarlyMemory(most_bytes, wanted_bytes)
-        return wanted_bytes
-
-    def _slabs_to_fill(
-        self, weights: WeightFiles, headers: Sequence[SafetensorsHeader], files: OpenFiles, slabs_bytes: int
-    ) -> Sequence[Sequence[int]]:
-        """Those of the largest group of experts, some at a time: of every layer as many as will probably be resident."""
-        if self._slabs is None or not weights.in_place:
-            return ()
+        worth_it = wanted_bytes >= LEAST_BYTES and cores() > 1 and alone and sys.platform == "linux" and addresses_are_free()
         boundary = files.memory_bytes if weights.roomy and files.past_cache else 0
-        self._records = records = early_records(headers, weights.dtype, weights.layers, boundary, slabs_bytes)
-        if records is None:
+        about = headers, weights.dtype, weights.layers, boundary, wanted_bytes
+        records = early_records(*about) if worth_it and weights.in_place else None
+        each_bytes = records.layout.record_bytes if records is not None else 1
+        slabs = range(min(len(records.experts), most_bytes // each_bytes) if records is not None else 0)
+        with contextlib.suppress(OSError):  # there are no addresses
+            self._slabs = EarlyMemory(most_bytes, max(wanted_bytes, len(slabs) * each_bytes)) if worth_it else None
+        if self._slabs is None:
             return ()
-        slabs = range(min(len(records.experts), self._slabs.nbytes // records.layout.record_bytes))
-        at_once = max(1, RECORDS_BYTES // records.layout.record_bytes)
+        self._records, at_once = records, max(1, RECORDS_BYTES // each_bytes)
         return [slabs[first : first + at_once] for first in slabs[::at_once]]
 
-    def _read(self, files: OpenFiles, wanted: Iterator[tuple[int, TensorEntry]], slabs: Iterator[Sequence[int]]) -> None:
-        with contextlib.suppress(*FAILURES):
-            self._read_tensors(files, wanted)
-            self._start(self._filling, self._fill, files, slabs)
-
     def _fill(self, files: OpenFiles, slabs: Iterator[Sequence[int]]) -> None:
-        give_way()  # the first write to memory takes a core, which imports need
         with contextlib.suppress(*FAILURES):
             for some in slabs:
                 records, memory = self._records, self._slabs
                 assert records is not None and memory is not None
                 place = some[0] * records.layout.record_bytes, len(some) * records.layout.record_bytes
-                if self._filled_enough.is_set() or not self._has_pages(memory, place):
+                if self._filled_enough.is_set() or not memory.wait_for_pages(*place):
                     return
                 files.fill_all(records.stretches(some, memory.address))
                 self._filled.update({slab: records.lies(slab, files.states) for slab in some})
 
-    def _has_pages(self, memory: EarlyMemory, place: Interval) -> bool:
-        """Whether this part of it has its pages, which it gets now, unless no memory is to be taken any more."""
-        end = sum(place)
-        for begin in range(place[0], end, PAGES_BYTES):
-            with self._giving_pages:
-                if self._stopped.is_set():
-                    return memory.has_pages(*place)
-                if host_memory()[0] < SPARE_BYTES + PAGES_BYTES:
-                    return False
-                self._backed.append((begin, min(PAGES_BYTES, end - begin)))
-                memory.back(*self._backed[-1])
-        return True
-
     def _read_tensors(self, files: OpenFiles, wanted: Iterator[tuple[int, TensorEntry]]) -> None:
-        for file, entry in wanted:
-            if self._stopped.is_set():
-                return
-            into = in_huge_pages(torch.empty(entry.nbytes, dtype=torch.uint8))
-            memory = into.numpy()
-            for begin in range(0, entry.nbytes, PIECE_BYTES):  # each in one call, without the interpreter lock
-                if self._given_up.is_set():
+        with contextlib.suppress(*FAILURES):
+            for file, entry in wanted:
+                if self._stopped.is_set():
                     return
-                files.fill(file, entry.offset_bytes + begin, memory[begin : begin + PIECE_BYTES])
-            self._found[files.states[file], entry.offset_bytes, entry.nbytes] = into
+                into = in_huge_pages(torch.empty(entry.nbytes, dtype=torch.uint8))
+                memory = into.numpy()
+                for begin in range(0, entry.nbytes, PIECE_BYTES):  # each in one call, without the interpreter lock
+                    if self._given_up.is_set():
+                        return
+                    files.fill(file, entry.offset_bytes + begin, memory[begin : begin + PIECE_BYTES])
+                self._found[files.states[file], entry.offset_bytes, entry.nbytes] = into
 
 
 def headers_of(path: Path) -> Sequence[SafetensorsHeader]:

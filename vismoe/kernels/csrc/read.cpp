@@ -47,7 +47,13 @@ struct Reading {
   std::int64_t straight(const File& file, std::int64_t offset, std::int64_t wanted, std::vector<iovec> left) const {
     auto first = left.begin();
     for (std::int64_t done = 0; done < wanted;) {
-      const ssize_t got = once(file, &*first, static_cast<std::size_t>(left.end() - first), offset + done);
+      auto last = first;
+      std::int64_t room = way.most_bytes;
+      while (last != left.end() && room > 0) room -= static_cast<std::int64_t>((last++)->iov_len);
+      const std::size_t cut = room < 0 ? static_cast<std::size_t>(-room) : 0;  // off the last piece of this read
+      last[-1].iov_len -= cut;
+      const ssize_t got = once(file, &*first, static_cast<std::size_t>(last - first), offset + done);
+      last[-1].iov_len += cut;
       if (got < 0) return -got;
       done += got;
       if (done < wanted && (got == 0 || (way.bounce_bytes > 0 && got % way.logical_block_bytes != 0))) return kEndedEarly;
@@ -108,10 +114,10 @@ struct Reading {
 
   // Whole blocks into the bounce buffer, and from there.
   std::int64_t bounced(const File& file, std::int64_t begin, std::int64_t wanted, const iovec* piece) const {
-    const std::int64_t end = begin + wanted, block = way.block_bytes;
+    const std::int64_t end = begin + wanted, block = way.block_bytes, most = std::min(way.bounce_bytes, way.most_bytes);
     std::size_t filled = 0;  // of this piece
     for (std::int64_t at = begin / block * block; at < end;) {
-      const iovec into{bounce, static_cast<std::size_t>(std::min(way.bounce_bytes, (end - at + block - 1) / block * block))};
+      const iovec into{bounce, static_cast<std::size_t>(std::min(most, (end - at + block - 1) / block * block))};
       const ssize_t got = once(file, &into, 1, at);
       if (got < 0) return -got;
       if (got == 0 || (got % way.logical_block_bytes != 0 && at + got < end)) return kEndedEarly;

@@ -27,6 +27,7 @@ struct FileAccess {
   std::int64_t bounce_bytes;  // 0: through the page cache
   std::int64_t block_bytes, logical_block_bytes;
   std::int64_t memory_bytes;  // to what memory is aligned that a disk writes to
+  std::int64_t most_bytes;    // of one call of the system, whole blocks
 };
 struct Piece {
   std::int64_t begin, bytes;  // of a record

@@ -1,6 +1,7 @@
 """The `vismoe` command against a scripted engine: what is printed where, exit codes, Ctrl-C, and which word is the model."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -223,6 +224,21 @@ if importlib.util.find_spec("scipy"):
 def test_an_answer_imports_nothing_of_other_commands_and_libraries_are_not_looked_through_for_garbage():
     found = imported_by(["chat", "Hi?", "--max-tokens", "2"], then=AFTER_AN_ANSWER)
     assert "vismoe.engine" in found and not found & OF_OTHER_COMMANDS
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="the system does not tell what the page cache has")
+def test_sources_that_imports_would_read_one_by_one_are_asked_for_unless_they_are_in_memory(tmp_path, monkeypatch):
+    models = Path(importlib.util.find_spec("transformers").origin).parent / "models"
+    asked, in_memory = [], cli_options._is_in_memory
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, *place: asked.append(os.fstat(descriptor).st_ino))
+    monkeypatch.setattr(cli_options, "_is_in_memory", lambda path: True)
+    cli_options._expect_sources()
+    assert asked == []
+    monkeypatch.setattr(cli_options, "_is_in_memory", lambda path: len(asked) > 0)
+    cli_options._expect_sources()
+    assert sorted(asked) == sorted(path.stat().st_ino for path in models.rglob("*.py"))
+    (tmp_path / "file").write_bytes(b"it was just written")
+    assert in_memory(str(tmp_path / "file"))
 
 
 def test_without_a_command_the_overview_is_printed(capsys):

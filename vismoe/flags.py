@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ NO_FURTHER: Mapping[str, str] = {}
 FLAG = re.compile(r"-[^\d.\s]\S*$")  # and no number
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 DTYPES = ("bfloat16", "float16", "float32")
+SAMPLED = 8  # files of many that tell whether these are in memory
 DIGITS = 18  # of a number that is read: what 64 bits hold
 IMPORT_UTILS = "transformers.utils.import_utils"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -242,12 +244,15 @@ def quick_imports() -> Iterator[None]:
 
     They make a million objects that stay. The garbage collector sleeps meanwhile, and never looks through these objects later:
     not while tokens are made, and not when the process ends. scipy is imported when its function is called. transformers reads
-    its 2,000 files once to find what they define: it asks twice, and remembers the answers for 128 of its 500 folders.
+    its 2,000 files once to find what they define: it asks twice, and remembers the answers for 128 of its 500 folders. Where
+    the page cache lacks them, the disk begins with all while torch is imported.
     """
     if "transformers" in sys.modules:
         yield
         return
     gc.disable()
+    with contextlib.suppress(RuntimeError):  # no more threads may be started
+        threading.Thread(target=_expect_sources, name="vismoe-expect", daemon=True).start()
     after_import(IMPORT_UTILS, _remember_all_folders)
     try:
         with _scipy_later():
@@ -255,6 +260,31 @@ def quick_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _expect_sources() -> None:
+    """Announce reads of the sources of transformers' models, unless they are in the page cache, as far as a few of them tell."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None or not hasattr(os, "RWF_NOWAIT"):
+        return
+    with contextlib.suppress(OSError):
+        folders = sorted(os.listdir(models := os.path.join(os.path.dirname(spec.origin), "models")))
+        paths = [os.path.join(models, folder, "__init__.py") for folder in folders[:: len(folders) // SAMPLED or 1]]
+        if not all(_is_in_memory(path) for path in paths if os.path.isfile(path)):
+            for folder, _, names in os.walk(models):
+                for name in names:
+                    if name.endswith(".py"):
+                        with open(os.path.join(folder, name), "rb", buffering=0) as file:
+                            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def _is_in_memory(path: str) -> bool:
+    """Whether reading the beginning of this file needs no disk."""
+    with open(path, "rb", buffering=0) as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) >= 0
+        except BlockingIOError:
+            return False
 
 
 def _remember_all_folders() -> None:

@@ -190,13 +190,13 @@ def any_cpu() -> Iterator[None]:
     """
     measure, runs = footprint._Forward, {}
 
-    def forward(model: Any, tokens: int, most_rows: int | None, *repeated: Any) -> Any:
+    def forward(model: Any, tokens: int, most_rows: int | None, repeated: Any = None) -> Any:
         caches = DynamicCache(config=model.config.get_text_config()).layers
         if not any(isinstance(cache, LinearAttentionLayer) for cache in caches):
             tokens = CONTEXT
-        if (tokens, *repeated) not in runs:
-            runs[tokens, *repeated] = measure(model, tokens, most_rows, *repeated)
-        return runs[tokens, *repeated]
+        if (tokens, repeated) not in runs:
+            runs[tokens, repeated] = measure(model, tokens, most_rows, repeated)
+        return runs[tokens, repeated]
 
     with (
         patch.object(reading, "load_profile", lambda: None),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fake_engine import FakeEngine
@@ -239,6 +240,9 @@ def test_sources_that_imports_would_read_one_by_one_are_asked_for_unless_they_ar
     assert sorted(asked) == sorted(path.stat().st_ino for path in models.rglob("*.py"))
     (tmp_path / "file").write_bytes(b"it was just written")
     assert in_memory(str(tmp_path / "file"))
+    for error, expected in ((BlockingIOError, False), (OSError, True)):
+        monkeypatch.setattr(os, "preadv", Mock(side_effect=error))
+        assert in_memory(str(tmp_path / "file")) is expected
 
 
 def test_without_a_command_the_overview_is_printed(capsys):

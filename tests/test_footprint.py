@@ -83,23 +83,20 @@ REPEATING = ["qwen3_moe", "qwen3_vl_moe", "qwen2_moe", "afmoe", "deepseek_v3", "
 def test_layers_that_repeat_each_other_need_not_all_be_run(family, context, monkeypatch):
     """Where masks or other layers take most, too: those of afmoe and qwen2_moe do with 3,000 tokens."""
     monkeypatch.setattr(family_zoo, "TEXT", family_zoo.TEXT | {"num_hidden_layers": 9})
-    found, real = [], load_footprint._measured_alike
-    monkeypatch.setattr(load_footprint, "_measured_alike", lambda *given: found.append(real(*given)) or found[0])
     model = on_meta(family)
     layers = RepeatedLayers.of(model).layers
-    needs = footprint(model, inventory_of(model, model.dtype), Settings(context=context))
-    assert found[0] is not None and len(found[0].kept) < 9
+    runs = load_footprint._runs_of(model, context, None)
+    assert all(run.repeated.layers is layers and len(run.repeated.kept) < 9 for run in runs)
+    assert [run.measured for run in runs] == [run.measured for run in load_footprint._runs(model, context, None, None)]
     assert RepeatedLayers.of(model).layers is layers and not layers[-1]._forward_pre_hooks, "the model is as it was"
-    monkeypatch.setattr(load_footprint, "_measured_alike", lambda *given: None)
-    assert measured(family, context) == needs
 
 
 def test_layers_that_differ_or_are_measured_otherwise_are_all_run(monkeypatch):
     monkeypatch.setattr(family_zoo, "TEXT", family_zoo.TEXT | {"num_hidden_layers": 9})
     assert RepeatedLayers.of(on_meta("gemma4")) is None and RepeatedLayers.of(on_meta("dbrx")) is None
     monkeypatch.setattr(RepeatedLayers, "like", lambda layers, index: 0)
-    model = on_meta("afmoe")  # whose first layer has a window
-    assert load_footprint._measured_alike(model, load_footprint._Forward(model, 4, None)) is None
+    runs = load_footprint._runs_of(on_meta("afmoe"), 600, None)  # whose first layer has a window
+    assert len(runs) == 2 and all(run.repeated is None for run in runs)
 
 
 def test_sliding_windows_keep_no_more_than_their_window():

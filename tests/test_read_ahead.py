@@ -26,6 +26,7 @@ from vismoe import flags
 from vismoe.cli.main import command_parser, main
 from vismoe.config import READ_AHEAD_BY, Settings
 from vismoe.errors import BudgetError, ConfigError
+from vismoe.kernels.read import Stretch
 from vismoe.models.load import opening, quantizer
 from vismoe.models.load.gguf import GgufWeights, load_gguf
 from vismoe.models.load.preview import read_config
@@ -238,6 +239,16 @@ def test_a_small_tensor_is_read_without_asking_what_the_page_cache_holds(checkpo
         entry = header.tensors[name]
         assert set(read_new(files, 0, entry.offset_bytes, entry.nbytes).tolist()) == numbers
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("cached_bytes", "on_disk"), [(0, True), (MB // 2, True), (MB // 2 + 1, False), (MB, False)])
+def test_a_disk_writes_to_memory_what_the_page_cache_lacks(cached_bytes, on_disk, checkpoint, monkeypatch):
+    opened = CheckpointFiles([read_header(checkpoint)])
+    files, stretches = opened.for_loading(True, 1), [Stretch(0, 0, [(0, MB)])]
+    if not files.past_cache:
+        pytest.skip("the filesystem has no O_DIRECT")
+    monkeypatch.setattr("vismoe.store.files.cached_bytes", lambda *given: cached_bytes)
+    assert files.are_on_disk(stretches) == on_disk and not opened.hold().are_on_disk(stretches)
 
 
 def test_a_file_that_has_changed_since_is_read_anew(checkpoint):
@@ -520,7 +531,7 @@ def test_slabs_go_on_being_filled_while_weights_load_and_take_no_memory_then(tmp
     folder = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
     begun, go_on, asked, real = threading.Event(), threading.Event(), [], EarlyRecords.stretches
     monkeypatch.setattr(read_ahead, "RECORDS_BYTES", 1)  # one at a time
-    monkeypatch.setattr(read_ahead, "THREADS", 2)
+    monkeypatch.setattr(read_ahead, "THREADS", 1)
 
     def stretches(records, slabs, slabs_at):
         begun.set()
@@ -530,11 +541,11 @@ def test_slabs_go_on_being_filled_while_weights_load_and_take_no_memory_then(tmp
     monkeypatch.setattr(EarlyRecords, "stretches", stretches)
     there = backing.EarlyMemory.wait_for_pages
 
-    def has_pages(memory, *place):
+    def the_first_three(memory, *place):
         asked.append(there(memory, *place))
         return len(asked) < 4
 
-    monkeypatch.setattr(backing.EarlyMemory, "wait_for_pages", has_pages)
+    monkeypatch.setattr(backing.EarlyMemory, "wait_for_pages", the_first_three)
     with reading_ahead(WeightFiles.of(str(tmp_path), memory="100%")):
         reading = read_ahead._READING.get()
         assert begun.wait(60)
@@ -546,6 +557,23 @@ def test_slabs_go_on_being_filled_while_weights_load_and_take_no_memory_then(tmp
         runtime = runtime_of(tiny_models.model_class(folder).from_pretrained(folder, quantization_config=config))
         assert np.count_nonzero(runtime.pager.residency() == ON_DEVICE) == filled
         assert runtime.backends["reads"].endswith(f"{filled} experts were read while libraries were imported")
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_threads_that_copy_what_the_page_cache_has_leave_the_cores_to_imports(on_disk, tmp_path, small_pools, monkeypatch):
+    """Where the disk writes to memory, they hardly need one, and it must not wait for them."""
+    folder, given_way, real = (
+        tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16),
+        set[threading.Thread](),
+        read_ahead.give_way,
+    )
+    monkeypatch.setattr(read_ahead, "give_way", lambda: given_way.add(threading.current_thread()) or real())
+    monkeypatch.setattr(read_ahead.OpenFiles, "are_on_disk", lambda files, stretches: on_disk)
+    with reading_ahead(WeightFiles.of(str(folder), memory="100%")):
+        reading = read_ahead._READING.get()
+        finished()
+        assert reading._filled and reading._threads[0] in given_way
+        assert given_way.isdisjoint(reading._filling) == on_disk
 
 
 @pytest.mark.parametrize("slabs", [2**30, 1], ids=["more than there are addresses for", "fewer than experts"])

@@ -244,7 +244,7 @@ def quick_imports() -> Iterator[None]:
 
     They make a million objects that stay. The garbage collector sleeps meanwhile, and never looks through these objects later:
     not while tokens are made, and not when the process ends. scipy is imported when its function is called. transformers reads
-    its 2,000 files once to find what they define: it asks twice, and remembers the answers for 128 of its 500 folders. Where
+    its 2,600 files once to find what they define: it asks twice, and remembers the answers for 128 of its 500 folders. Where
     the page cache lacks them, the disk begins with all while torch is imported.
     """
     if "transformers" in sys.modules:
@@ -264,10 +264,10 @@ def quick_imports() -> Iterator[None]:
 
 def _expect_sources() -> None:
     """Announce reads of the sources of transformers' models, unless they are in the page cache, as far as a few of them tell."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None or not hasattr(os, "RWF_NOWAIT"):
-        return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # imports say what is wrong
+        spec = importlib.util.find_spec("transformers")
+        if spec is None or spec.origin is None or not hasattr(os, "RWF_NOWAIT"):
+            return
         folders = sorted(os.listdir(models := os.path.join(os.path.dirname(spec.origin), "models")))
         paths = [os.path.join(models, folder, "__init__.py") for folder in folders[:: len(folders) // SAMPLED or 1]]
         if not all(_is_in_memory(path) for path in paths if os.path.isfile(path)):
@@ -285,6 +285,8 @@ def _is_in_memory(path: str) -> bool:
             return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) >= 0
         except BlockingIOError:
             return False
+        except OSError:  # a filesystem that does not tell, as one in memory
+            return True
 
 
 def _remember_all_folders() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from vismoe.kernels.library import function
 
 ENDED_EARLY, CHANGED = -1, -2  # what ends a read beside an error's number; 0: all is there
-MOST_BYTES = 2**30  # that Linux reads in one call, or a little more
+MOST_BYTES = 2**30  # of one call, unless less is asked for; Linux reads up to twice as much
 
 Piece = tuple[int, int]  # address and bytes of memory to fill
 

@@ -136,15 +136,19 @@ class EarlyMemory:
         flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
         self._memory: mmap.mmap | None = mmap.mmap(-1, most_bytes, flags=flags)  # which takes no memory until it is written
         first = ctypes.c_char.from_buffer(self._memory)
-        self.nbytes, self.address = most_bytes, ctypes.addressof(first)
+        self.address = ctypes.addressof(first)
         del first  # or the addresses could not be given back
         advise(self.address, most_bytes, HUGEPAGE)
         self._backing = Backing(self._memory, self.address, wanted_bytes)
 
     def backed_bytes(self) -> int:
         """Of memory that has pages, if it was not taken. It gets no more of them, until it is taken."""
-        self._backing.stop()
+        self.stop()
         return self._backing.backed_bytes() if self._memory is not None else 0
+
+    def stop(self) -> None:
+        """It gets no more pages, until it is taken."""
+        self._backing.stop()
 
     def wait_for_pages(self, begin: int, nbytes: int) -> bool:
         """Whether these bytes have their pages, once they do or get none any more. A disk that writes where there are none makes
@@ -154,7 +158,7 @@ class EarlyMemory:
     def take(self, nbytes: int) -> torch.Tensor | None:
         """uint8 `[nbytes]` from the start of a page, once, with the rest given back. None, and all stays as it is, where there
         are fewer, or none, or the rest cannot be given back."""
-        self._backing.stop()
+        self.stop()
         memory = self._memory
         if memory is None or nbytes > len(memory):
             return None
@@ -167,5 +171,5 @@ class EarlyMemory:
 
     def free(self) -> None:
         """Give all of it back that was not taken."""
-        self._backing.stop()
+        self.stop()
         self._memory = None

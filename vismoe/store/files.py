@@ -86,7 +86,8 @@ class OpenFiles:
         self.files, self._again = tuple(files), again
         self._cached, self._seen = cached, set[tuple[int, int]]()  # (file, offset) of what was read past the page cache
         self._threads = ThreadPoolExecutor(threads, "vismoe-load") if threads > 1 else None
-        self._bounce_bytes, self._most_bytes = bounce_bytes, most_bytes  # 0: through the page cache
+        self._bounce_bytes = bounce_bytes  # 0: through the page cache
+        self._most_bytes = most_bytes
         self._bounce = ThreadBuffer(partial(block_buffer, bounce_bytes))
         self._descriptors: list[int] = []
         for file in self.files:
@@ -161,6 +162,10 @@ class OpenFiles:
             return None
         self._seen.update(map(_place, stretches))
         return self._cached if all(cached) else self
+
+    def are_on_disk(self, stretches: Sequence[Stretch]) -> bool:
+        """Whether the disk writes all of these to memory, past the page cache."""
+        return self.past_cache and not (self._cached is not None and any(map(self._is_cached, stretches)))
 
     def _is_cached(self, stretch: Stretch) -> bool:
         """Whether the page cache holds most of this, or shall, since it was read before."""
@@ -289,9 +294,10 @@ class CheckpointFiles:
         if flag is None:
             return "this system has no O_DIRECT"
         try:
-            cached = OpenFiles(self.files, os.O_RDONLY, 0, self._again, self.states) if only_cold else None
+            given = self._again, self.states
+            cached = OpenFiles(self.files, os.O_RDONLY, 0, *given, most_bytes=most_bytes) if only_cold else None
             bounce = bounce_bytes(stretch_bytes)
-            direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce, self._again, self.states, cached, threads, most_bytes)
+            direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce, *given, cached, threads, most_bytes)
             direct.probe()
         except OSError as error:
             if error.errno not in NO_DIRECT:

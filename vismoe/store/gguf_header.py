@@ -10,6 +10,7 @@ import hashlib
 import math
 import re
 import struct
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from vismoe.errors import CheckpointError
-from vismoe.store.file_state import FileState
+from vismoe.store.file_state import TICK_S, FileState
 from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, opened
 from vismoe.types import aligned
 
@@ -43,7 +44,6 @@ DTYPES = {
 }  # fmt: skip
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # types of metadata
 TEXT, ARRAY = 8, 9
-MOST_READ = 64  # headers that are remembered: to pass over a vocabulary takes 50 ms, and one load looks three times
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -55,7 +55,7 @@ class GgufHeader(SafetensorsHeader):
     metadata: dict[str, Any] = field(default_factory=dict)  # numbers, texts and short arrays of numbers
 
 
-_READ: dict[tuple[Path, FileState], GgufHeader] = {}
+_KNOWN: dict[Path, tuple[FileState, GgufHeader]] = {}  # one load asks three times, and a vocabulary takes 20 ms
 
 
 def read_gguf_headers(path: str | Path) -> list[GgufHeader]:
@@ -101,12 +101,12 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
     """Parse and check the header of one file; raises CheckpointError with the numbers."""
     path = Path(path)
     with opened(path, "and no other file can take its place. Fix: check the path of the GGUF file") as (file, state):
-        if (known := _READ.get((path, state))) is not None:
-            return known
+        known = _KNOWN.get(path)
+        if known is not None and known[0] == state:
+            return known[1]
         header = _Reader(path, file, state).header()
-    while len(_READ) >= MOST_READ:
-        _READ.pop(next(iter(_READ)), None)
-    _READ[path, state] = header
+    if time.time() - state.ctime_ns / 1e9 > TICK_S:  # else the next write could leave this state
+        _KNOWN[path] = state, header
     return header
 
 

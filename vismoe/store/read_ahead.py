@@ -191,6 +191,8 @@ class ReadAhead:
         self._stopped.set()
         for thread in self._threads:  # the first one may have added another before it ended
             thread.join()
+        if self._slabs is not None:
+            self._slabs.stop()
 
     def give_up(self) -> None:
         """Stop, and forget what was read and not taken."""
@@ -293,9 +295,12 @@ class ReadAhead:
                 records, memory = self._records, self._slabs
                 assert records is not None and memory is not None
                 place = some[0] * records.layout.record_bytes, len(some) * records.layout.record_bytes
-                if self._filled_enough.is_set() or not memory.wait_for_pages(*place):
+                if not memory.wait_for_pages(*place) or self._filled_enough.is_set():
                     return
-                files.fill_all(records.stretches(some, memory.address))
+                stretches = records.stretches(some, memory.address)
+                if not files.are_on_disk(stretches):
+                    give_way()  # to copy what the page cache has takes a core
+                files.fill_all(stretches)
                 self._filled.update({slab: records.lies(slab, files.states) for slab in some})
 
     def _read_tensors(self, files: OpenFiles, wanted: Iterator[tuple[int, TensorEntry]]) -> None:

@@ -7,7 +7,7 @@ states are exact whatever the family.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,7 @@ def footprint(model: Any, inventory: ExpertInventory, settings: Settings, device
     """
     context, config = settings.context, model.config.get_text_config()
     most_rows = block_rows(model.dtype, device) if context > BLOCK_ROWS else None
-    runs = [_Forward(model, min(FEW_TOKENS, context), most_rows)]
-    repeated = _measured_alike(model, runs[0])
-    recurrent = any(layer.state_bytes for layer in runs[0].cache_layers)
-    between = [tokens for tokens in BETWEEN_TOKENS if 4 * tokens <= context] + ([most_rows] if most_rows else [])
-    more = {min(tokens, context) for tokens in (SCANNED_TOKENS if recurrent else (*between, context))} - {runs[0].tokens}
-    runs += [_Forward(model, tokens, most_rows, repeated) for tokens in sorted(more)]
+    runs = _runs_of(model, context, most_rows)
     layers = runs[-1].cache_layers
 
     def curve(peak: Callable[[_Forward], int]) -> Curve:
@@ -123,16 +118,24 @@ def _has_tokenizer(model: Any) -> bool:
     return not folder.is_dir() or any(folder.glob("*token*")) or any(folder.glob("vocab*"))
 
 
-def _measured_alike(model: Any, whole: "_Forward") -> RepeatedLayers | None:
-    """The layers that need not all be run, if without them the same is measured with few tokens."""
+def _runs_of(model: Any, context: int, most_rows: int | None) -> "list[_Forward]":
+    """Passes of few tokens up to the whole context. Layers that repeat each other are not all run, if the longest pass with all
+    measures the same."""
     repeated = RepeatedLayers.of(model)
-    if repeated is None:
-        return None
-    try:
-        part = _Forward(model, whole.tokens, whole.most_rows, repeated)
-    except UnsupportedModelError:
-        return None
-    return repeated if part.measured == whole.measured else None
+    if repeated is not None:
+        with suppress(UnsupportedModelError):
+            runs = _runs(model, context, most_rows, repeated)
+            if _Forward(model, runs[-1].tokens, most_rows).measured == runs[-1].measured:
+                return runs
+    return _runs(model, context, most_rows, None)
+
+
+def _runs(model: Any, context: int, most_rows: int | None, repeated: RepeatedLayers | None) -> "list[_Forward]":
+    runs = [_Forward(model, min(FEW_TOKENS, context), most_rows, repeated)]
+    recurrent = any(layer.state_bytes for layer in runs[0].cache_layers)
+    between = [tokens for tokens in BETWEEN_TOKENS if 4 * tokens <= context] + ([most_rows] if most_rows else [])
+    more = {min(tokens, context) for tokens in (SCANNED_TOKENS if recurrent else (*between, context))} - {runs[0].tokens}
+    return runs + [_Forward(model, tokens, most_rows, repeated) for tokens in sorted(more)]
 
 
 class _Peaks:

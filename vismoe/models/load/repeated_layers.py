@@ -27,10 +27,10 @@ class RepeatedLayers(NamedTuple):
         """None for a model that has no such list, or one whose last layers differ."""
         expert = next((path for path, _ in expert_modules(model)), "")
         lists = ((path, one) for path, one in model.named_modules() if isinstance(one, nn.ModuleList))
-        path, layers = next(((path, one) for path, one in lists if expert.startswith(f"{path}.")), ("", None))
-        if layers is None or len(layers) < LEAST:
-            return None
+        path, layers = next(((path, one) for path, one in lists if expert.startswith(f"{path}.")), ("", nn.ModuleList()))
         types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)  # type: ignore[operator, union-attr]
+        if len(types) != len(layers):
+            return None
         kinds = [(kind, _shape(layer)) for kind, layer in zip(types, layers)]
         first = next((index + 1 for index in reversed(range(len(kinds))) if kinds[index] != kinds[-1]), 0)
         owner, _, name = path.rpartition(".")

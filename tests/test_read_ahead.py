@@ -562,11 +562,8 @@ def test_slabs_go_on_being_filled_while_weights_load_and_take_no_memory_then(tmp
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_threads_that_copy_what_the_page_cache_has_leave_the_cores_to_imports(on_disk, tmp_path, small_pools, monkeypatch):
     """Where the disk writes to memory, they hardly need one, and it must not wait for them."""
-    folder, given_way, real = (
-        tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16),
-        set[threading.Thread](),
-        read_ahead.give_way,
-    )
+    folder = tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    given_way, real = set[threading.Thread](), read_ahead.give_way
     monkeypatch.setattr(read_ahead, "give_way", lambda: given_way.add(threading.current_thread()) or real())
     monkeypatch.setattr(read_ahead.OpenFiles, "are_on_disk", lambda files, stretches: on_disk)
     with reading_ahead(WeightFiles.of(str(folder), memory="100%")):

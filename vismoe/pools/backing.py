@@ -142,8 +142,7 @@ class EarlyMemory:
         self._backing = Backing(self._memory, self.address, wanted_bytes)
 
     def backed_bytes(self) -> int:
-        """Of memory that has pages, if it was not taken. It gets no more of them, until it is taken."""
-        self.stop()
+        """Of memory that has pages, if it was not taken; exact once it gets no more."""
         return self._backing.backed_bytes() if self._memory is not None else 0
 
     def stop(self) -> None:

@@ -23,12 +23,12 @@ class RepeatedLayers(NamedTuple):
     first: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> "RepeatedLayers | None":
+    def of(cls, model: Any) -> "RepeatedLayers | None":
         """None for a model that has no such list, or one whose last layers differ."""
         expert = next((path for path, _ in expert_modules(model)), "")
         lists = ((path, one) for path, one in model.named_modules() if isinstance(one, nn.ModuleList))
         path, layers = next(((path, one) for path, one in lists if expert.startswith(f"{path}.")), ("", nn.ModuleList()))
-        types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)  # type: ignore[operator, union-attr]
+        types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
         if len(types) != len(layers):
             return None
         kinds = [(kind, _shape(layer)) for kind, layer in zip(types, layers)]

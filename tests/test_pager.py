@@ -147,6 +147,20 @@ def test_random_steps_keep_every_invariant(slabs, order, threads):
         assert counts.total("wasted_prefetch_bytes") > 0
 
 
+def make_filling(store: NumberStore, slabs: list[int], **kw) -> Pager:
+    pager = make_pager(store, slabs, **kw)
+    pager.fill(kw["threads"])
+    return pager
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_random_steps_keep_every_invariant_while_slabs_are_filled(threads):
+    for seed in range(20):
+        pager = random_walk(seed, 40, [8] * 6, [0] * 6, [48], make=make_filling, order="lfu", threads=threads)
+        counts = pager.metrics.snapshot()
+        assert counts.total("evictions") == counts.total("wasted_prefetch_bytes") == 0
+
+
 @given(st.integers(0, 10**6), st.integers(2, 7), st.integers(2, 9), st.sampled_from(["lru", "lfu"]))
 @settings(max_examples=25, deadline=None)
 def test_two_geometries_of_any_small_size(seed, first, second, order):
@@ -252,9 +266,10 @@ def test_every_refresh_of_the_lookahead_puts_what_is_worth_most_now_in_front():
     pager.check_integrity()
 
 
-def filled_after_one_demand(store: NumberStore, slabs: list[int], **kw) -> Pager:
+def filled_after_one_demand(store: NumberStore, slabs: list[int], at_once: int) -> Pager:
     """A pager after one expert was demanded, and everything else that was to be copied is there."""
-    pager = make_pager(store, slabs, threads=2, **kw)
+    pager = make_pager(store, slabs, threads=2)
+    pager.fill(at_once)
     pager.begin_step(Phase.DECODE)
     with pager.demand(0, [1]) as demand:
         assert list(lent_by(demand, 0)) == [1]
@@ -262,8 +277,9 @@ def filled_after_one_demand(store: NumberStore, slabs: list[int], **kw) -> Pager
     return pager
 
 
-def test_where_every_expert_has_a_slab_those_that_nothing_demanded_are_brought_in_too():
-    pager = filled_after_one_demand(NumberStore([4, 6, 3], [0, 0, 1]), [10, 3], fill=True)
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_where_every_expert_has_a_slab_those_that_nothing_demanded_are_brought_in_too(at_once):
+    pager = filled_after_one_demand(NumberStore([4, 6, 3], [0, 0, 1]), [10, 3], at_once)
     until(lambda: pager.addresses() is not None)
     first, second = pager.addresses()
     assert len(set(first.tolist())) == 10 and len(set(second.tolist())) == 3
@@ -274,15 +290,18 @@ def test_where_every_expert_has_a_slab_those_that_nothing_demanded_are_brought_i
     for layer, experts in enumerate([4, 6, 3]):
         with pager.demand(layer, range(experts)) as demand:
             assert list(lent_by(demand, layer)) == list(range(experts))
-    assert pager.metrics.snapshot().total("misses") == counts.total("misses") <= 1, "it may have been there already"
+    pager.core.end_request()
+    after = pager.metrics.snapshot()
+    assert after.total("misses") == counts.total("misses") <= 1, "it may have been there already"
+    assert after.total("wasted_prefetch_bytes") == 0, "they are no guesses"
     pager.close()
     pager.check_integrity()
 
 
-@pytest.mark.parametrize(("slabs", "fill"), [([9, 3], True), ([10, 3], False)])
-def test_pools_that_lack_one_slab_are_not_filled_nor_any_unless_asked(slabs, fill):
+@pytest.mark.parametrize(("slabs", "at_once"), [([9, 3], 2), ([10, 3], 0)])
+def test_pools_that_lack_one_slab_are_not_filled_nor_any_unless_asked(slabs, at_once):
     store = NumberStore([4, 6, 3], [0, 0, 1])
-    pager = filled_after_one_demand(store, slabs, fill=fill)
+    pager = filled_after_one_demand(store, slabs, at_once)
     assert store.reads == 1 and pager.addresses() is None
     pager.close()
 
@@ -290,11 +309,24 @@ def test_pools_that_lack_one_slab_are_not_filled_nor_any_unless_asked(slabs, fil
 def test_filling_ends_at_the_first_failure_and_a_demand_still_gets_what_it_wants():
     store = NumberStore([8], [0])
     store.broken = {ExpertId(0, 4)}
-    pager = filled_after_one_demand(store, [8], fill=True)
-    until(lambda: not pager.core.fill and not pager.core.tickets)
+    pager = filled_after_one_demand(store, [8], at_once=1)
+    until(lambda: not pager.core.filling_at_once and not pager.core.tickets)
     store.broken = set()
     with pager.demand(0, range(8)) as demand:
         assert list(lent_by(demand, 0, in_order=True)) == list(range(8))
+    pager.close()
+    pager.check_integrity()
+
+
+def test_filling_waits_for_memory_to_get_its_pages_and_a_demand_does_not(monkeypatch):
+    lack = True
+    monkeypatch.setattr(SlabPool, "next_lacks_pages", property(lambda pool: lack))
+    store = NumberStore([4, 6], [0, 0])
+    pager = filled_after_one_demand(store, [10], at_once=2)
+    assert store.reads == 1 and pager.core.filling_waits
+    lack = False
+    until(lambda: pager.addresses() is not None)  # nothing else happens that would tell its threads
+    until(lambda: not pager.core.filling_waits)
     pager.close()
     pager.check_integrity()
 

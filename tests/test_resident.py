@@ -1,5 +1,6 @@
 """The short way through layers whose experts are all resident: the same bits, counters and page table as by demands."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,40 @@ def load(folder: Path, **more):
     with pytest.MonkeyPatch.context() as patch:  # copies are made by the thread that waits: which slab comes next is no race
         patch.setattr(runtime, "Pager", lambda *args, **options: Pager(*args, **{**options, "threads": 0}))
         return tiny_models.model_class(folder).from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fills"),
+    [
+        ({}, True),
+        ({"reads": "direct"}, True),
+        ({"kernels": "torch"}, True),
+        ({"deterministic": True}, False),
+        ({"memory": "60%"}, False),
+        ({"emulated_link_bytes_per_s": 1e9}, False),
+    ],
+)
+def test_experts_that_all_have_a_slab_are_brought_in_before_a_token_asks(checkpoint, settings, fills, monkeypatch):
+    monkeypatch.setattr(runtime, "FILLED_BYTES", 1)
+    config = VisMoEConfig(**{"lookahead": "none", "memory": "100%", **settings})
+    model = tiny_models.model_class(checkpoint).from_pretrained(checkpoint, dtype=torch.bfloat16, quantization_config=config)
+    pager = vismoe.runtime_of(model).pager
+    assert (pager.core.filling_at_once > 0) == fills
+    end_s = time.monotonic() + 20
+    while pager.addresses() is None and fills:
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    assert (pager.addresses() is not None) == fills
+    if fills:
+        prompt = torch.randint(5, 90, (1, 12), generator=torch.Generator().manual_seed(2))
+        model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        counts = pager.metrics.snapshot()
+        assert counts.total("misses") == counts.total("stall_seconds") == counts.total("wasted_prefetch_bytes") == 0
+
+
+def test_too_few_experts_to_wait_for_are_brought_in_as_they_are_demanded(checkpoint):
+    model = load(checkpoint, deterministic=False)
+    assert not vismoe.runtime_of(model).pager.core.filling_at_once
 
 
 class Twin:

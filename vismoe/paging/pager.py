@@ -84,7 +84,7 @@ class Pager:
         self.changes = self.transfer.changes
         self.lock = self.changes.lock
 
-    asked, look_ahead = _in_core(Residency.asked), _in_core(Residency.look_ahead)
+    asked, look_ahead, fill = _in_core(Residency.asked), _in_core(Residency.look_ahead), _in_core(Residency.fill)
     end_request, check_integrity = _in_core(Residency.end_request), _in_core(Residency.check_integrity)
     # a round of drafted tokens (promises.py); where `promises_why_not` says so, these do nothing
     promise, begin_verifying = _in_core(Residency.promise), _in_core(Residency.begin_verifying)
@@ -363,7 +363,7 @@ class Pager:
         if self.timeline is not None and ticket.began_s:
             self.timeline.span(
                 ticket.lane or threading.current_thread().name,
-                "prefetch" if ticket.speculative else "copy",
+                "prefetch" if ticket.speculative or ticket.fills else "copy",
                 ticket.began_s,
                 ticket.ended_s,
                 layer=ticket.expert.layer,

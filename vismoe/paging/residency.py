@@ -112,8 +112,7 @@ class Residency:
 
     `pools[g]` has a slab for every pinned expert of geometry g plus the dynamic ones: one pool, or one for each format. `ways`:
     what else than waiting may be done about a miss, where there are `hosts`. `upgrades`: what is done about an expert that is
-    there in less precision than was demanded. `deterministic`: nothing is copied unasked. `fill`: where there is a slab for every
-    expert, bring in those that nothing demanded yet while nothing else is to be copied. `may_stream`: passes are streamed where
+    there in less precision than was demanded. `deterministic`: nothing is copied unasked. `may_stream`: passes are streamed where
     measured times say that it pays; `in_flight`: slabs that running copies and running computation occupy during a streamed pass,
     beside what waits for the next layer. `ring_most`: slabs that a prompt's experts stream through. `metrics`: to go on counting
     in.
@@ -137,7 +136,6 @@ class Residency:
         deterministic: bool = False,
         may_stream: bool = True,
         in_flight: int = 0,
-        fill: bool = False,
         ring_most: int = RING_MOST,
         metrics: Metrics | None = None,
     ):
@@ -150,8 +148,8 @@ class Residency:
         self.metrics = metrics or Metrics(len(inventory.layers), most)
         self.tables = tuple(PageTable(inventory.layers_of(g), pool, order, ring_most) for g, pool in enumerate(pools))
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
-        self.fill = fill and all(table.has_room_for_all for table in self.tables)
-        self._filler: Ticket | None = None  # the copy that fills, if one was begun
+        self.filling_at_once = 0  # copies in flight that fill slabs
+        self.filling_waits = False  # for memory to get its pages
         self.transitions = Transitions(self.table_of, self.metrics)
         self.ledger = Ledger(inventory, [self.copied_bytes(geometry) for geometry in range(len(self.tables))])
         self.wanted = Wanted()
@@ -512,25 +510,41 @@ class Residency:
         """Until the next step or demand nothing that was computed below is worth a slab."""
         self._none_to_admit_at = self.tick
 
+    def fill(self, at_once: int) -> None:
+        """From now on, where there is a slab for every expert, those that nothing demanded yet are brought in, so many at once,
+        while nothing else is to be copied, and to memory that has its pages: to wait for these takes cores from computation."""
+        if not self.deterministic and all(table.has_room_for_all for table in self.tables):
+            self.filling_at_once = at_once
+            self.link.wake()
+
     def _next_to_fill(self) -> Ticket | None:
-        """Where there is a slab for every expert: the first that is absent."""
-        for table in self.tables if self.fill else ():
+        """The first expert that is absent."""
+        self.filling_waits = False
+        filling = sum(ticket.fills for ticket in self.tickets.values()) if self.filling_at_once else 0
+        for table in self.tables if filling < self.filling_at_once else ():
             absent = np.flatnonzero(table.slab_of < 0)
-            slab = table.pool.take() if len(absent) else None
+            waits = bool(len(absent)) and table.pool.next_lacks_pages
+            self.filling_waits |= waits
+            slab = table.pool.take() if len(absent) and not waits else None
             if slab is not None:
                 expert = table.id_of[absent[0]]
                 nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
                 self.metrics.add("prefetched_bytes", self.phase, expert.layer, nbytes)
                 table.begin_load(int(absent[0]), slab)
-                self._filler = self._ticket(expert, slab, speculative=True)
-                return self._filler
+                return self._ticket(expert, slab, fills=True)
         return None
 
     def _ticket(
-        self, expert: ExpertId, slab: int, speculative: bool = False, promised: bool = False, transition: bool = False
+        self,
+        expert: ExpertId,
+        slab: int,
+        speculative: bool = False,
+        promised: bool = False,
+        transition: bool = False,
+        fills: bool = False,
     ) -> Ticket:
         geometry = self.inventory.layers[expert.layer].geometry
-        self.tickets[expert] = ticket = Ticket(expert, geometry, slab, speculative, promised, transition)
+        self.tickets[expert] = ticket = Ticket(expert, geometry, slab, speculative, promised, transition, fills)
         return ticket
 
     def ended(self, ticket: Ticket) -> bool:
@@ -548,12 +562,12 @@ class Residency:
             table.give_back_borrowed(table.flat(ticket.expert))
         self.metrics.add("bytes_read", self.phase, layer, ticket.moved.disk_bytes)
         self.metrics.add("bytes_copied", self.phase, layer, ticket.moved.link_bytes)
-        if ticket.error is not None and ticket.speculative:
+        if ticket.error is not None and (ticket.speculative or ticket.fills):
             logger.warning("prefetch of %s failed: %s", ticket.expert, ticket.error)
             if ticket.promised:
                 self.promises.copy_failed(self._numbered(layer) + ticket.expert.expert)
             self._none_to_admit_at = self.tick
-            self.fill &= ticket is not self._filler
+            self.filling_at_once = 0 if ticket.fills else self.filling_at_once
         return True
 
     def guess_on_the_way(self) -> Ticket | None:

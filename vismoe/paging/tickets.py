@@ -23,9 +23,10 @@ class Ticket:
     expert: ExpertId
     geometry: int
     slab: int
-    speculative: bool = False  # nothing had demanded it when it began
+    speculative: bool = False  # a guess: nothing had demanded it when it began
     promised: bool = False  # to the round that is drafted or verified; it is speculative too
     transition: bool = False  # of a resident expert to the other format, which nothing waits for
+    fills: bool = False  # a slab that no other expert wants
     runner: int | None = None  # the thread that copies
     began_s: float = 0.0
     ended_s: float = 0.0  # 0 until it is done
@@ -35,6 +36,11 @@ class Ticket:
     lane: str = ""  # of a timeline; empty: the thread that says that it has ended
     reading: NativeRead | None = None  # how native threads read it, if they do
     moved: Moved = field(default_factory=Moved)
+
+    @property
+    def unasked(self) -> bool:
+        """Nothing had demanded it when it began."""
+        return self.speculative or self.transition or self.fills
 
     @property
     def without_worker(self) -> bool:

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 EVENT_EVERY = 4  # queued copies: so many at most are waited for beside those that are needed
 MEASURE_EVERY_S = 0.25
+PAGES_S = 0.05  # between two looks whether memory has its pages, of a thread that has nothing else to do
 NEVER: tuple[int, Any] = (0, None)  # of a slab that nothing has read
 
 
@@ -183,10 +184,9 @@ class DeviceMover(Mover):
         return self._clock.bytes_per_s
 
     def move(self, ticket: Ticket, pool: Slabs) -> Moved:
-        unasked = ticket.speculative or ticket.transition
-        stream = self._unasked if unasked else self._demanded
+        stream = self._unasked if ticket.unasked else self._demanded
         with self.hosts[pool.precision_of(ticket.slab)].lease(ticket.expert) as lease:
-            with self._queueing[unasked], torch.cuda.stream(stream):
+            with self._queueing[ticket.unasked], torch.cuda.stream(stream):
                 nbytes = self._copy(ticket.geometry, ticket.slab, pool, lease.pool.record(lease.slab), stream)
                 copied = stream.record_event()
             copied.synchronize()
@@ -462,7 +462,7 @@ class Transfer(Link):
             if isinstance(found, Ticket):
                 self.run(found)
             else:
-                found.acquire()
+                found.acquire(timeout=PAGES_S if self._core.filling_waits else -1)
 
     def run(self, ticket: Ticket) -> None:
         """Copy, then settle. An error belongs to the ticket: the demand that needs the expert raises it; the thread lives on."""

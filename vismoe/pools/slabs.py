@@ -64,6 +64,11 @@ class Slabs:
         slab = self.pools[precision].take()
         return None if slab is None else self.first[precision] + slab
 
+    @property
+    def next_lacks_pages(self) -> bool:
+        """As `SlabPool.next_lacks_pages`, of the more precise format."""
+        return self.pools[HIGH].next_lacks_pages
+
     def give_back(self, slab: int) -> None:
         pool, place = self._places[slab]
         pool.give_back(place)

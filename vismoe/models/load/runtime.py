@@ -62,6 +62,7 @@ from vismoe.threads import waiting
 from vismoe.types import HIGH, ExpertId
 
 logger = logging.getLogger(__name__)
+FILLED_BYTES = 64 * 2**20  # of experts: fewer arrive in a moment
 
 Tiers = list[tuple[StoreOnDisk, HostTier]]  # host tiers, each with the store that its records are from
 Pools = list[list[SlabPool]]  # per geometry one for each format
@@ -296,7 +297,6 @@ def _service(
         upgrades=upgrades,
         deterministic=settings.deterministic and policy is not None,
         may_stream=not settings.deterministic,
-        fill=experts.gpu_kernels is not None and not settings.deterministic,  # passes without the pager need every expert
         ring_most=DEVICE_RING_MOST if device.type == "cuda" else RING_MOST,
         metrics=metrics,
     )
@@ -305,10 +305,12 @@ def _service(
         about["policy"] = "exact" if policy is None else f"{settings.policy}, {settings.pair}{chooser.about if chooser else ''}"
         if ready := _read_ahead(pager, configuration.stores.by_precision[0]):
             pager.start_with(ready)
-            about["reads"] = "; ".join((*plan.reading, f"{len(ready):,} experts were read while libraries were imported"))
+            about["reads"] += f"; {len(ready):,} experts were read while libraries were imported"
         bringing, total = _bring_in(pager, chooser, plan)
         for _ in tqdm(bringing, "Bringing in experts", total, unit="expert", delay=1, disable=None):
             pass
+        if _fill(pager, configuration):
+            about["reads"] += "; no expert waits to be read until a token asks for it"
         drafts = _draft_pool(configuration, drafts)
         if settings.draft == "none":
             about["drafts"] = "none"
@@ -417,6 +419,20 @@ def _read_ahead(pager: Pager, store: StoreOnDisk) -> dict[ExpertId, tuple[int, i
                     if slab < pool.capacity and begin < max(1, pool.layout.room_bytes):
                         found[expert] = slab, begin
     return found
+
+
+def _fill(pager: Pager, configuration: Configuration) -> bool:
+    """Bring in what no token has asked for yet, where every expert has a slab; whether that is so.
+
+    On a GPU passes without the pager need all experts. On a CPU the first passes would wait for those that are still missing,
+    and before that, as long as layers find all of theirs, the disk would have nothing to do."""
+    if configuration.settings.deterministic:
+        return False
+    if configuration.experts.gpu_kernels is not None:
+        pager.fill(1)  # a copy cannot be called back, and a demand should not wait for several
+    elif not pager.hosts and configuration.stores.reads.stored_bytes >= FILLED_BYTES:
+        pager.fill(configuration.plan.io_threads)  # the thread that waits for a demand copies, too
+    return pager.core.filling_at_once > 0
 
 
 def _bring_in(pager: Pager, chooser: FormatChooser | None, plan: Plan) -> tuple[Any, int]:

@@ -16,11 +16,13 @@ from unittest import mock
 
 import torch
 import triton
+from encoded_parts import encoded_experts
 from expert_records import Experts
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from vismoe.formats.encodings import ENCODINGS
 from vismoe.kernels.gpu import attention, attention_programs, programs, row_programs, rows
 from vismoe.kernels.gpu import experts as gpu
 from vismoe.types import Format
@@ -147,10 +149,14 @@ def fused(ptx: str) -> int:
 def main(capabilities: list[int], rows: list[int], formats: list[str]) -> None:
     found = []
     for capability, some in itertools.product(capabilities, rows):
-        for format in map(Format, formats):
-            experts = Experts.of(format, torch.bfloat16, 2048, 768, 0)
-            kernel = gpu.GpuKernel.of(format, experts.raw, experts.codec.slab, experts.model_form, torch.bfloat16)
-            about = {"format": str(format), "rows": some}
+        for format in formats:
+            if format in ENCODINGS:
+                experts = encoded_experts(format, format, 2048, 768, 1)
+            else:
+                experts = Experts.of(Format(format), torch.bfloat16, 2048, 768, 0)
+            layouts = experts.raw, experts.codec.slab
+            kernel = gpu.GpuKernel.of(experts.codec.format, *layouts, experts.model_form, torch.bfloat16)
+            about = {"format": format, "rows": some}
             for name, gated, constants in (("up", True, {"TOP_K": 8, **kernel._up}), ("down", False, kernel._down)):
                 block = gpu.block(some, False, gated)
                 shape = {name: block[name] for name in ("BM", "BN", "BK", "INTERPRETED")}

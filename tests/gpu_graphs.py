@@ -74,7 +74,7 @@ class Served:
         return self.made[-1]
 
     def all_resident(self):
-        self.runtime.pager.core.fill = True  # as it is with a GPU
+        self.runtime.pager.fill(1)  # as it is with a GPU
         self.logits(1, 2)
         while self.runtime.pager.addresses() is None:
             pass

@@ -11,9 +11,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import quantised_checkpoints
 import reference
 import tiny_models
 import torch
+import triton
+import triton.language as tl
+from encoded_parts import WHOLE, encoded_experts, random_parts
 from expert_records import FORMATS, FORMS, Batch, Experts, rms, typical
 from searching import SEARCHING
 from simulated_cuda import SimulatedCuda
@@ -23,9 +27,12 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.cli.main import main
 from vismoe.errors import UnsupportedModelError
+from vismoe.formats.encodings import ENCODINGS, Int4
 from vismoe.kernels.gpu import experts as gpu
+from vismoe.kernels.gpu import programs
 from vismoe.kernels.gpu.lossless import DecodingRing, GpuDecoder, ring_bytes, ring_slots
 from vismoe.kernels.lossless import FastLossless
+from vismoe.kernels.matrices import Matrix, Part, of_parts
 from vismoe.models.family.families import expert_modules
 from vismoe.models.family.forms import forms_of
 from vismoe.models.load import opening
@@ -36,6 +43,7 @@ from vismoe.pools.pool import SlabPool
 from vismoe.types import ExpertInventory, Format, MoELayer, Phase, RecordLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED = DEVICE.type == "cpu"
 
 
 def kernel_of(experts: Experts, dtype=torch.bfloat16) -> gpu.GpuKernel:
@@ -73,6 +81,53 @@ def seeds():
     np.random.seed(0)
 
 
+@triton.jit
+def _written(
+    record, out,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, OFFSET_AT: tl.constexpr,
+    SCALE_TYPE: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, SWAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """out float32 `[ROWS, INPUTS]` = the weights of a matrix, 16 rows a program."""
+    rows, inputs = tl.program_id(0) * 16 + tl.arange(0, 16), tl.arange(0, programs.SPAN)
+    r, j = programs._columns(rows, SWAPPED), programs._rows(inputs, SWAPPED)
+    for start in range(0, INPUTS, programs.SPAN):
+        w = programs._decoded(
+            tl.load(record), r, j, r < ROWS, start,
+            KIND, BLOCK, AT, SCALE_AT, OFFSET_AT, SCALE_TYPE, INPUTS, ROW_BYTES, GROUPS, GROUP, INTERPRETED,
+        )  # fmt: skip
+        tl.store(out + r * INPUTS + start + j, w, mask=(r < ROWS) & (start + j < INPUTS))
+
+
+@pytest.mark.budget(6)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_encoded_weights_are_those_that_torch_restores_bit_for_bit(name, swapped):
+    """Of any codes, and of scales that are denormal, infinite or no numbers."""
+    encoding = ENCODINGS[name]
+    for inputs, finite in ((WHOLE.get(name, 32) * 3, True), (256, False)):
+        parts = random_parts(encoding, 21, inputs)
+        if not finite:
+            for part in parts.values():
+                part.view(torch.uint8).random_(0, 256)
+        memory, at = torch.full((2**20,), 0xFF, dtype=torch.uint8), {}
+        start = -memory.data_ptr() % 64
+        for n, (part, tensor) in enumerate(parts.items()):
+            at[part] = Part(n * 2**16, tuple(tensor.shape), tensor.dtype)
+            there = memory[start + n * 2**16 :][: tensor.nbytes]
+            there.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        matrix = of_parts(name, at, 21, inputs, None)
+        assert isinstance(matrix, Matrix), matrix
+        constants = gpu._constants(matrix, False)
+        given = {key: constants[key] for key in _written.arg_names if key in constants}
+        out, record = torch.full((21, inputs), torch.nan, device=DEVICE), memory[start:].to(DEVICE)
+        _written[(2,)](torch.tensor([record.data_ptr()], device=DEVICE), out, **given, SWAPPED=swapped, INTERPRETED=INTERPRETED)
+        expected = encoding.values(parts, inputs)
+        if isinstance(encoding, Int4):
+            expected = expected.to(parts["scale"].dtype).float()
+        torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
 def cases() -> list[tuple]:
     """Every format with every form, with shapes that divide the tiles and shapes that do not."""
     shapes = itertools.cycle([(128, 64), (130, 33), (96, 80), (257, 31)])
@@ -96,10 +151,30 @@ def test_parts_are_those_of_the_oracle(format, form, shape, counts, dtype, trans
     assert rms(parts(experts, batch) - oracle) <= few * bound * size
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("form", ["qwen", "gpt-oss"])
+@pytest.mark.parametrize(("up", "down", "form", "transposed"), [
+    ("q4_k", "q6_k", "qwen", False), ("q8_0", "bfloat16", "qwen", False), ("mxfp4", "mxfp4", "gpt-oss", True),
+    ("fp8", "fp8", "qwen", False), ("w4", "gptq", "gemma", False), ("nvfp4", "nvfp4_divided", "nemotron", False),
+    ("iq4_xs", "q5_0", "gelu", True),
+])  # fmt: skip
+def test_parts_of_encoded_experts_are_those_of_the_oracle(up, down, form, transposed):
+    """Rows of one block and of several, fp8 of no whole span."""
+    hidden = 333 if up == "fp8" else 512
+    experts = encoded_experts(up, down, hidden, 256, 2, form, transposed)
+    for counts in ([1, 0], [3, 5], [20, 40]):
+        batch = Batch.of(counts, hidden)
+        oracle, size = batch.oracle(experts), typical(experts, batch)
+        assert rms(parts(experts, batch) - oracle) <= (2 if form == "nemotron" else 1) * 1.2e-2 * max(size, rms(oracle))
+
+
+@pytest.mark.parametrize(
+    "format, form", [*itertools.product(FORMATS, ["qwen", "gpt-oss"]), *itertools.product(ENCODINGS, ["qwen"])]
+)
 def test_the_error_is_at_most_that_of_torch_in_bfloat16(format, form):
-    experts, batch = Experts.of(format, hidden=256, intermediate=128, count=1, form=form), Batch.of([16], 256)
+    """torch computes with the weights rounded to bfloat16; of checkpoints' encodings with what it restores."""
+    if format in ENCODINGS:
+        experts, batch = encoded_experts(format, format, 256, 256, 1, form), Batch.of([16], 256)
+    else:
+        experts, batch = Experts.of(format, hidden=256, intermediate=128, count=1, form=form), Batch.of([16], 256)
     oracle = batch.oracle(experts)
     rounded = [{name: weight.bfloat16() for name, weight in weights.items()} for weights in experts.weights]
     tokens, ones = torch.from_numpy(batch.tokens).long(), torch.ones(16)
@@ -504,6 +579,28 @@ def test_logits_are_as_near_to_float64_as_eager_experts(checkpoint):
     assert 0 < (errors / eagers).median() <= 1.05
 
 
+@pytest.mark.budget(8)
+@pytest.mark.parametrize(("kind", "family"), [("fp8", "qwen3_moe"), ("awq", "qwen3_moe"), ("mxfp4", "gpt_oss")])
+@torch.inference_mode()
+def test_a_quantised_checkpoint_is_as_near_to_float64_as_its_restored_weights_are(kind, family, tmp_path):
+    """And a budget changes no bit. Slabs hold what the file has."""
+    names = "stacked" if kind == "mxfp4" else "expert first"
+    restored = quantised_checkpoints.write(tmp_path, kind, family, names=names).to(DEVICE)
+    restored.set_experts_implementation("eager")
+    ids = torch.randint(5, 490, (1, 20), generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    eager = restored(input_ids=ids).logits.cpu()
+    exact = restored.double()(input_ids=ids).logits.cpu()
+    full, small = load(tmp_path, memory="100%"), load(tmp_path, memory="30%")
+    ours = full(input_ids=ids).logits.cpu()
+    errors, eagers = ((found - exact).square().mean(dim=2).sqrt() for found in (ours, eager))
+    assert 0 < (errors / eagers).median() <= 1.05
+    assert torch.equal(small(input_ids=ids).logits.cpu(), ours)
+    assert vismoe.runtime_of(small).format_names == (kind,)
+    tokens = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    first, *others = (model.generate(ids[:, :3], **tokens).logits[1] for model in (full, small))
+    assert torch.equal(first, others[0])
+
+
 @pytest.mark.budget(5)
 @pytest.mark.parametrize("format", ["raw", "int4"])
 def test_a_budget_changes_no_bit(checkpoint, format, monkeypatch):
@@ -519,7 +616,7 @@ def test_a_pass_without_the_pager_has_the_same_bits_and_counts(checkpoint, forma
     """As with the pager and few slabs."""
     resident, small = (load(checkpoint, memory=memory, format=format) for memory in ("100%", "12%"))
     runtime = vismoe.runtime_of(resident)
-    runtime.pager.core.fill = True  # as it is with a GPU
+    runtime.pager.fill(1)  # as it is with a GPU
     full = logits(resident)
     while runtime.pager.addresses() is None:
         time.sleep(0.01)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vismoe.formats.affine import GRIDS
+from vismoe.formats.encodings import ENCODINGS, FLOATS, Ggml
 from vismoe.kernels.matrices import SIXTEEN_BITS, Matrix, matrices
 from vismoe.types import ExpertForm, Format, RecordLayout
 
@@ -74,12 +75,9 @@ class GpuKernel:
         if isinstance(found, str):
             return found
         up, down = found
-        encoded = sorted({str(m.encoding) for m in found if not isinstance(m.encoding, torch.dtype | Format)})
-        if encoded:
-            return f"its experts are encoded as {' and '.join(encoded)}; the GPU kernels read raw weights and the integer formats"
-        if format.exact and up.encoding != dtype:
-            return f"raw weights are {up.encoding}, hidden states {dtype}; the GPU kernels compute in one type"
-        transposed = form.transposed and format.exact  # the integer formats lie [out, in]
+        for matrix in found:
+            if isinstance(matrix.encoding, torch.dtype) and matrix.encoding != dtype:
+                return f"raw weights are {matrix.encoding}, hidden states {dtype}; the GPU kernels compute in one type"
         activation = {
             "GATE": str(form.gate),
             "ACTIVATION": str(form.activation),
@@ -87,7 +85,7 @@ class GpuKernel:
             "LIMIT": form.limit if form.limit < float("inf") else 0.0,
         }
         shape = {"HIDDEN": up.inputs, "WIDTH": down.inputs}
-        kernels = (_constants(matrix, transposed) for matrix in (up, down))
+        kernels = (_constants(matrix, form.transposed) for matrix in (up, down))
         return cls(format, dtype, up.inputs, down.inputs, {**shape, **activation, **next(kernels)}, {**shape, **next(kernels)})
 
     def parts(
@@ -198,12 +196,17 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def _constants(matrix: Matrix, transposed: bool) -> dict[str, Any]:
-    """What the programs have to know of a matrix."""
+    """What the programs have to know of a matrix. transposed: raw weights are `[in, out]`; encoded ones never are."""
     grid = GRIDS[matrix.encoding] if isinstance(matrix.encoding, Format) else None
+    kind = None if grid or isinstance(matrix.encoding, torch.dtype) else ENCODINGS[matrix.encoding]
+    scales = matrix.scale_dtype if kind and matrix.scale_dtype in FLOATS else None
     return {
-        "BITS": grid.bits if grid else 16,
+        "BITS": grid.bits if grid else 0 if kind else 16,
+        "KIND": kind.name if kind else "",
+        "BLOCK": kind.block_bytes if isinstance(kind, Ggml) else 0,
         "AT": matrix.codes,
         "SCALE_AT": matrix.scale,
+        "SCALE_TYPE": _triton_type(scales) if scales else None,
         "OFFSET_AT": matrix.offset,
         "BIAS_AT": matrix.bias,
         "BIAS_TYPE": _triton_type(matrix.bias_dtype) if matrix.bias_dtype else None,
@@ -211,8 +214,8 @@ def _constants(matrix: Matrix, transposed: bool) -> dict[str, Any]:
         "INPUTS": matrix.inputs,
         "ROW_BYTES": matrix.row_bytes,
         "GROUPS": matrix.groups,
-        "GROUP": grid.group_inputs if grid else 1,
-        "TRANSPOSED": transposed,
+        "GROUP": grid.group_inputs if grid else max(1, matrix.group_inputs),
+        "TRANSPOSED": transposed and isinstance(matrix.encoding, torch.dtype),
     }
 
 

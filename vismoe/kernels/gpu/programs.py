@@ -12,12 +12,26 @@ Importing this module needs Triton. Interpreted (TRITON_INTERPRET=1), it runs on
 misread bfloat16.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
+
+from vismoe.formats.encodings import E2M1, IQ4_NL
 
 # Whether these are aligned decides nothing: one compilation suffices.
 SMALL = ["places", "factors", "tiles", "sums_of", "ids", "records"]
 LOAD_BYTES = tl.constexpr(32)  # of codes that hold one input per byte and lane (formats/affine.py)
+SPAN = tl.constexpr(32)  # inputs of a checkpoint's encoding that are decoded at once: none has larger blocks within its blocks
+
+
+def _packed(values: Sequence[float]) -> tl.constexpr:
+    """Eight integers, as the bytes of one."""
+    return tl.constexpr(int.from_bytes(bytes(int(value) & 255 for value in values), "little", signed=True))
+
+
+E2M1_DOUBLED, E2M1_NEGATIVE = _packed([2 * value for value in E2M1]), _packed([-2 * value for value in E2M1])
+IQ4_LOW, IQ4_HIGH = _packed(IQ4_NL[:8]), _packed(IQ4_NL[8:])
 
 
 @triton.jit
@@ -81,12 +95,158 @@ def _of_group(numbers, r, group, known, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def _bytes(memory, at, ok):
+    return tl.load(memory + at, mask=ok, other=0).to(tl.int32)
+
+
+@triton.jit
+def _signed(memory, at, ok):
+    return ((_bytes(memory, at, ok) ^ 128) - 128).to(tl.float32)
+
+
+@triton.jit
+def _numbers(memory, at, ok, kind: tl.constexpr):
+    """Float32 values of the numbers from this place on, of which one has the index `at`."""
+    return tl.load(memory.to(tl.pointer_type(kind)) + at, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _of_bits(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _in_table(code, low: tl.constexpr, high: tl.constexpr):
+    """Float32 values of codes of 4 bits: of the eight bytes of `low`, then those of `high`."""
+    byte = (tl.where(code < 8, low, high) >> (code % 8 * 8).to(tl.int64)).to(tl.int32) & 255
+    return ((byte ^ 128) - 128).to(tl.float32)
+
+
+@triton.jit
+def _e4m3(code):
+    magnitude = code & 127
+    normal = _of_bits(tl.where(magnitude == 127, 0x7FC00000, (magnitude << 20) + (120 << 23)))
+    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)  # denormal: times 2^-9
+    return tl.where(code > 127, -value, value)
+
+
+@triton.jit
+def _doubled(code):
+    """Of E2M1."""
+    return _in_table(code, E2M1_DOUBLED, E2M1_NEGATIVE)
+
+
+@triton.jit
+def _half_power(exponent):
+    """2^(exponent - 128), of E8M0; down to the denormal 2^-128."""
+    return _of_bits(tl.where(exponent < 2, 0x200000 << exponent % 2, (exponent - 1) << 23))
+
+
+@triton.jit
+def _in_blocks_of_32(codes, block, j, ok, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """As `_decoded`, of ggml's blocks of 32 inputs: 16 bytes at their end hold four bits of each."""
+    nibble = block * 0
+    if KIND != "q8_0":
+        nibble = _bytes(codes, block + (BLOCK - 16) + j % 16, ok) >> j // 16 * 4 & 15
+    if KIND == "q5_0" or KIND == "q5_1":
+        nibble |= (_bytes(codes, block + (BLOCK - 20) + j // 8, ok) >> j % 8 & 1) << 4
+    if KIND == "mxfp4_block":
+        w = _half_power(_bytes(codes, block, ok)) * _doubled(nibble)
+    elif KIND == "q8_0":
+        w = _numbers(codes, block // 2, ok, tl.float16) * _signed(codes, block + 2 + j, ok)
+    elif KIND == "iq4_nl":
+        w = _numbers(codes, block // 2, ok, tl.float16) * _in_table(nibble, IQ4_LOW, IQ4_HIGH)
+    elif KIND == "q4_1" or KIND == "q5_1":
+        w = _numbers(codes, block // 2, ok, tl.float16) * nibble.to(tl.float32) + _numbers(codes, block // 2 + 1, ok, tl.float16)
+    else:
+        tl.static_assert(KIND == "q4_0" or KIND == "q5_0")
+        w = _numbers(codes, block // 2, ok, tl.float16) * (nibble - (8 if KIND == "q4_0" else 16)).to(tl.float32)
+    return w
+
+
+@triton.jit
+def _in_blocks_of_256(codes, block, j, ok, s, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """As `_decoded`, of the part `s` of 32 inputs of ggml's blocks of 256."""
+    sixteen = 2 * s + j // 16  # which part of 16 inputs
+    if KIND == "q4_k" or KIND == "q5_k":
+        low, high = _bytes(codes, block + 4 + s % 4, ok), _bytes(codes, block + 8 + s % 4, ok)
+        both = _bytes(codes, block + 12 + s % 4, ok)
+        scale = tl.where(s < 4, low & 63, (both & 15) | ((low >> 2) & 48)).to(tl.float32)
+        minimum = tl.where(s < 4, high & 63, (both >> 4) | ((high >> 2) & 48)).to(tl.float32)
+        code = _bytes(codes, block + (BLOCK - 128) + s // 2 * 32 + j, ok) >> s % 2 * 4 & 15
+        if KIND == "q5_k":
+            code |= (_bytes(codes, block + 16 + j, ok) >> s & 1) << 4
+        d, dmin = _numbers(codes, block // 2, ok, tl.float16), _numbers(codes, block // 2 + 1, ok, tl.float16)
+        w = d * scale * code.to(tl.float32) - dmin * minimum
+    elif KIND == "q6_k":
+        low = _bytes(codes, block + s // 4 * 64 + s % 2 * 32 + j, ok) >> s % 4 // 2 * 4 & 15
+        high = _bytes(codes, block + 128 + s // 4 * 32 + j, ok) >> s % 4 * 2 & 3
+        scale = _numbers(codes, block // 2 + 104, ok, tl.float16) * _signed(codes, block + 192 + sixteen, ok)
+        w = scale * ((low | high << 4) - 32).to(tl.float32)
+    elif KIND == "q2_k":
+        code = _bytes(codes, block + 16 + s // 4 * 32 + j, ok) >> s % 4 * 2 & 3
+        both = _bytes(codes, block + sixteen, ok)
+        scale = _numbers(codes, block // 2 + 40, ok, tl.float16) * (both & 15).to(tl.float32)
+        w = scale * code.to(tl.float32) - _numbers(codes, block // 2 + 41, ok, tl.float16) * (both >> 4).to(tl.float32)
+    elif KIND == "q3_k":
+        code = _bytes(codes, block + 32 + s // 4 * 32 + j, ok) >> s % 4 * 2 & 3
+        code |= (_bytes(codes, block + j, ok) >> s & 1) << 2
+        low = _bytes(codes, block + 96 + sixteen % 8, ok) >> sixteen // 8 * 4 & 15
+        high = _bytes(codes, block + 104 + sixteen % 4, ok) >> sixteen // 4 * 2 & 3
+        scale = _numbers(codes, block // 2 + 54, ok, tl.float16) * ((low | high << 4) - 32).to(tl.float32)
+        w = scale * (code - 4).to(tl.float32)
+    else:
+        tl.static_assert(KIND == "iq4_xs")
+        low = _bytes(codes, block + 4 + s // 2, ok) >> s % 2 * 4 & 15
+        high = _bytes(codes, block + 2 + s // 4, ok) >> s % 4 * 2 & 3
+        scale = _numbers(codes, block // 2, ok, tl.float16) * ((low | high << 4) - 32).to(tl.float32)
+        w = scale * _in_table(_bytes(codes, block + 8 + s * 16 + j % 16, ok) >> j // 16 * 4 & 15, IQ4_LOW, IQ4_HIGH)
+    return w
+
+
+@triton.jit
+def _decoded(
+    record, r, j, ok, start,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, OFFSET_AT: tl.constexpr,
+    SCALE_TYPE: tl.constexpr, INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Float32 weights of the inputs start + j, with j below `SPAN`, of rows `r` in a checkpoint's encoding: what
+    `Encoding.restored` rounds to the model's type (formats/encodings.py). r and ok are a column and j is a row, or the other way
+    round."""
+    memory = tl.multiple_of(record.to(tl.pointer_type(tl.uint8)), 64)
+    codes, row, group, there = memory + AT, r * ROW_BYTES, r * GROUPS + start // GROUP, ok & (start + j < INPUTS)
+    if BLOCK > 64:
+        w = _in_blocks_of_256(codes, row + start // 256 * BLOCK, j, ok, start // 32 % 8, KIND, BLOCK)
+    elif BLOCK > 0:
+        w = _in_blocks_of_32(codes, row + start // 32 * BLOCK, j, ok, KIND, BLOCK)
+    elif KIND == "fp8":
+        w = _e4m3(_bytes(codes, row + start + j, there)) * _numbers(memory + SCALE_AT, group, ok, SCALE_TYPE)
+    elif KIND == "w8":
+        w = _signed(codes, row + start + j, there) * _numbers(memory + SCALE_AT, group, ok, SCALE_TYPE)
+    else:
+        nibble = _bytes(codes, row + (start + j) // 2, there) >> (start + j) % 2 * 4 & 15
+        if KIND == "mxfp4":
+            w = _half_power(_bytes(memory + SCALE_AT, group, ok)) * _doubled(nibble)
+        elif KIND == "nvfp4" or KIND == "nvfp4_divided":
+            scale = _e4m3(_bytes(memory + SCALE_AT, r * GROUPS + (start + j) // 16, there))
+            factor = _numbers(memory + OFFSET_AT, r, ok, tl.float32)
+            w = 0.5 * _doubled(nibble) * (tl.div_rn(scale, factor) if KIND == "nvfp4_divided" else scale * factor)
+        else:
+            tl.static_assert(KIND == "w4" or KIND == "awq" or KIND == "gptq")
+            zero = _bytes(memory + OFFSET_AT, group, ok).to(tl.float32) if OFFSET_AT >= 0 else 8.0
+            w = (nibble.to(tl.float32) - zero) * _numbers(memory + SCALE_AT, group, ok, SCALE_TYPE)
+            w = _rounded(w, SCALE_TYPE, INTERPRETED).to(tl.float32)
+    return w
+
+
+@triton.jit
 def _product(
     record, x_rows, x_ok, r, r_ok,
-    BITS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, OFFSET_AT: tl.constexpr, BIAS_AT: tl.constexpr,
-    BIAS_TYPE: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, BM: tl.constexpr, COLUMNS: tl.constexpr, BK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
+    SCALE_TYPE: tl.constexpr, OFFSET_AT: tl.constexpr, BIAS_AT: tl.constexpr, BIAS_TYPE: tl.constexpr, ROWS: tl.constexpr,
+    INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BM: tl.constexpr, COLUMNS: tl.constexpr, BK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Float32 `[BM, COLUMNS]`, or `[COLUMNS, BM]` where BM is below 16: inputs at `x_rows` times rows `r` of the matrix, plus its
     bias."""
@@ -103,6 +263,15 @@ def _product(
                 at = _columns(r * INPUTS, SWAPPED) + _rows(k, SWAPPED)
             w = tl.load(weights + at, mask=_rows(k < INPUTS, SWAPPED) & _columns(r_ok, SWAPPED), other=0.0)
             sums = _added(_inputs(x_rows, k, x_ok, INPUTS), w, sums, SWAPPED, INTERPRETED)
+    elif BITS == 0:
+        j = tl.arange(0, SPAN)
+        for start in range(0, INPUTS, SPAN):
+            w = _decoded(
+                record, _columns(r, SWAPPED), _rows(j, SWAPPED), _columns(r_ok, SWAPPED), start,
+                KIND, BLOCK, AT, SCALE_AT, OFFSET_AT, SCALE_TYPE, INPUTS, ROW_BYTES, GROUPS, GROUP, INTERPRETED,
+            )  # fmt: skip
+            x = _inputs(x_rows, start + j, x_ok, INPUTS)
+            sums = _added(x, _rounded(w, kind, INTERPRETED), sums, SWAPPED, INTERPRETED)
     else:
         LANES: tl.constexpr = 8 // BITS
         codes = tl.multiple_of(record.to(tl.pointer_type(tl.uint8)), 64) + AT
@@ -161,10 +330,10 @@ def up(
     x, places, tiles, count, activated,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BITS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, OFFSET_AT: tl.constexpr, BIAS_AT: tl.constexpr,
-    BIAS_TYPE: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
+    SCALE_TYPE: tl.constexpr, OFFSET_AT: tl.constexpr, BIAS_AT: tl.constexpr, BIAS_TYPE: tl.constexpr, ROWS: tl.constexpr,
+    INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """activated `[P, WIDTH]` = activation(gate, up) of the pairs of each tile. x `[T, HIDDEN]`. places int32 `[P]`: the index of
     a pair among the `T * TOP_K` choices. Grid (tiles, WIDTH / BN)."""
@@ -186,7 +355,8 @@ def up(
         r = n
     sums = _product(
         record, x + token.to(tl.int64) * HIDDEN, m_ok, r, n < WIDTH,
-        BITS, AT, SCALE_AT, OFFSET_AT, BIAS_AT, BIAS_TYPE, ROWS, INPUTS, ROW_BYTES, GROUPS, GROUP, TRANSPOSED,
+        BITS, KIND, BLOCK, AT, SCALE_AT, SCALE_TYPE, OFFSET_AT, BIAS_AT, BIAS_TYPE, ROWS, INPUTS, ROW_BYTES, GROUPS, GROUP,
+        TRANSPOSED,
         BM, COLUMNS, BK, INTERPRETED,
     )  # fmt: skip
     if BM < 16:
@@ -206,10 +376,10 @@ def up(
 def down(
     activated, places, factors, tiles, count, parts,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, OFFSET_AT: tl.constexpr, BIAS_AT: tl.constexpr,
-    BIAS_TYPE: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
+    SCALE_TYPE: tl.constexpr, OFFSET_AT: tl.constexpr, BIAS_AT: tl.constexpr, BIAS_TYPE: tl.constexpr, ROWS: tl.constexpr,
+    INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """parts float32 `[P, HIDDEN]` = routing weight * (down times activated). factors `[T * K]`, of any type. Grid (tiles,
     HIDDEN / BN)."""
@@ -221,7 +391,8 @@ def down(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     sums = _product(
         record, activated + (first + m) * WIDTH, m_ok, n, n < HIDDEN,
-        BITS, AT, SCALE_AT, OFFSET_AT, BIAS_AT, BIAS_TYPE, ROWS, INPUTS, ROW_BYTES, GROUPS, GROUP, TRANSPOSED,
+        BITS, KIND, BLOCK, AT, SCALE_AT, SCALE_TYPE, OFFSET_AT, BIAS_AT, BIAS_TYPE, ROWS, INPUTS, ROW_BYTES, GROUPS, GROUP,
+        TRANSPOSED,
         BM, BN, BK, INTERPRETED,
     )  # fmt: skip
     place = tl.load(places + first + m, mask=m_ok, other=0)

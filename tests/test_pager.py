@@ -320,7 +320,7 @@ def test_filling_ends_at_the_first_failure_and_a_demand_still_gets_what_it_wants
 
 def test_filling_waits_for_memory_to_get_its_pages_and_a_demand_does_not(monkeypatch):
     lack = True
-    monkeypatch.setattr(SlabPool, "next_lacks_pages", property(lambda pool: lack))
+    monkeypatch.setattr(SlabPool, "gets_pages", property(lambda pool: lack))
     store = NumberStore([4, 6], [0, 0])
     pager = filled_after_one_demand(store, [10], at_once=2)
     assert store.reads == 1 and pager.core.filling_waits

@@ -512,7 +512,7 @@ class Residency:
 
     def fill(self, at_once: int) -> None:
         """From now on, where there is a slab for every expert, those that nothing demanded yet are brought in, so many at once,
-        while nothing else is to be copied, and to memory that has its pages: to wait for these takes cores from computation."""
+        while nothing else is to be copied, once the memory has its pages: to get these takes cores from computation."""
         if not self.deterministic and all(table.has_room_for_all for table in self.tables):
             self.filling_at_once = at_once
             self.link.wake()
@@ -523,7 +523,7 @@ class Residency:
         filling = sum(ticket.fills for ticket in self.tickets.values()) if self.filling_at_once else 0
         for table in self.tables if filling < self.filling_at_once else ():
             absent = np.flatnonzero(table.slab_of < 0)
-            waits = bool(len(absent)) and table.pool.next_lacks_pages
+            waits = bool(len(absent)) and table.pool.gets_pages
             self.filling_waits |= waits
             slab = table.pool.take() if len(absent) and not waits else None
             if slab is not None:

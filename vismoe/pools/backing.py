@@ -75,17 +75,20 @@ class Backing:
 
     def wait_for(self, begin: int, nbytes: int) -> bool:
         """Whether these bytes have their pages, once they do or the threads have ended."""
+        end, there = begin + nbytes, self._pages.there
+
+        def have_pages() -> bool:
+            first = begin // PIECE_BYTES * PIECE_BYTES
+            return all(there.get(piece, 0) >= min(PIECE_BYTES, end - piece) for piece in range(first, end, PIECE_BYTES))
+
         with self._pages.changed:
-            self._pages.changed.wait_for(lambda: not self.will_give(begin, nbytes))
-            return self._has_given(begin, nbytes)
+            self._pages.changed.wait_for(lambda: not self._pages.threads or have_pages())
+            return have_pages()
 
-    def will_give(self, begin: int, nbytes: int) -> bool:
-        """Whether these bytes lack pages that the threads have yet to give them. It waits for no thread that gives way."""
-        return self._pages.threads > 0 and not self._has_given(begin, nbytes)
-
-    def _has_given(self, begin: int, nbytes: int) -> bool:
-        first, end, there = begin // PIECE_BYTES * PIECE_BYTES, begin + nbytes, self._pages.there
-        return all(there.get(piece, 0) >= min(PIECE_BYTES, end - piece) for piece in range(first, end, PIECE_BYTES))
+    @property
+    def gives(self) -> bool:
+        """The threads have not ended."""
+        return self._pages.threads > 0
 
     def backed_bytes(self) -> int:
         """Of memory that has its pages; exact once the threads have ended."""

@@ -86,11 +86,9 @@ class SlabPool:
         return slab
 
     @property
-    def next_lacks_pages(self) -> bool:
-        """The slab that `take` would give lacks pages, which threads are about to give it."""
-        if self._backing is None or not self._free:
-            return False
-        return self._backing.will_give(self._free[-1] * self.layout.record_bytes, self.layout.record_bytes)
+    def gets_pages(self) -> bool:
+        """Threads are giving its memory pages ahead of the first write."""
+        return self._backing is not None and self._backing.gives
 
     def give_back(self, slab: int) -> None:
         assert not self._is_free[slab], f"slab {slab} was freed twice"

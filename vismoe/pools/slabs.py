@@ -65,9 +65,9 @@ class Slabs:
         return None if slab is None else self.first[precision] + slab
 
     @property
-    def next_lacks_pages(self) -> bool:
-        """As `SlabPool.next_lacks_pages`, of the more precise format."""
-        return self.pools[HIGH].next_lacks_pages
+    def gets_pages(self) -> bool:
+        """As `SlabPool.gets_pages`, of any of them."""
+        return any(pool.gets_pages for pool in self.pools)
 
     def give_back(self, slab: int) -> None:
         pool, place = self._places[slab]

@@ -27,7 +27,7 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.cli.main import main
 from vismoe.errors import UnsupportedModelError
-from vismoe.formats.encodings import ENCODINGS, Int4
+from vismoe.formats.encodings import ENCODINGS, Int4, Scaled
 from vismoe.kernels.gpu import experts as gpu
 from vismoe.kernels.gpu import programs
 from vismoe.kernels.gpu.lossless import DecodingRing, GpuDecoder, ring_bytes, ring_slots
@@ -103,11 +103,15 @@ def _written(
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_encoded_weights_are_those_that_torch_restores_bit_for_bit(name, swapped):
-    """Of any codes, and of scales that are denormal, infinite or no numbers."""
-    encoding = ENCODINGS[name]
-    for inputs, finite in ((WHOLE.get(name, 32) * 3, True), (256, False)):
+    """Of any codes, and of scales that are denormal, infinite or no numbers; in both signs of zero. Where types of scales, sizes
+    of groups and zeros may differ, they do."""
+    encoding, seen = ENCODINGS[name], set()
+    for seed in range(12 if isinstance(encoding, Scaled | Int4) else 2):
+        np.random.seed(seed)
+        inputs = (WHOLE.get(name, 32) * 3, 256)[seed % 2] if WHOLE.get(name) != 1 else (333, 256)[seed % 2]
         parts = random_parts(encoding, 21, inputs)
-        if not finite:
+        seen.add((parts["scale"].dtype, parts["scale"].shape[1] > 1, "zero" in parts) if "scale" in parts else None)
+        if seed % 4 == 1:
             for part in parts.values():
                 part.view(torch.uint8).random_(0, 256)
         memory, at = torch.full((2**20,), 0xFF, dtype=torch.uint8), {}
@@ -125,7 +129,12 @@ def test_encoded_weights_are_those_that_torch_restores_bit_for_bit(name, swapped
         expected = encoding.values(parts, inputs)
         if isinstance(encoding, Int4):
             expected = expected.to(parts["scale"].dtype).float()
-        torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+        found, real = out.cpu(), ~expected.isnan()
+        assert torch.equal(found.isnan(), ~real)
+        assert torch.equal(found[real].view(torch.int32), expected[real].view(torch.int32))
+    if isinstance(encoding, Scaled | Int4):
+        types, groups, zeros = (set(found) for found in zip(*seen))
+        assert len(types) == 3 and groups == {False, True} and (zeros == {False, True} or isinstance(encoding, Scaled))
 
 
 def cases() -> list[tuple]:

@@ -257,9 +257,9 @@ def test_what_the_kernels_cannot_read_is_refused_with_a_reason():
     raw = encoded_experts("fp8", "bfloat16", transposed=True)
     found = cpu.ExpertKernel.of(Format.RAW, raw.raw, raw.codec.slab, raw.model_form)
     assert isinstance(found, str) and "[in, out]" in found
-    experts = encoded_experts("fp8", "q4_k")
-    found = GpuKernel.of(Format.RAW, experts.raw, experts.codec.slab, experts.model_form, torch.bfloat16)
-    assert isinstance(found, str) and "fp8 and q4_k" in found
+    half = encoded_experts("fp8", "float16")
+    found = GpuKernel.of(Format.RAW, half.raw, half.codec.slab, half.model_form, torch.bfloat16)
+    assert isinstance(found, str) and "raw weights are torch.float16, hidden states torch.bfloat16" in found
     for name, inputs, groups, why in (
         ("fp8", 256, 4, "4 scales of 64"),
         ("w4", 512, 32, "32 scales of 16"),

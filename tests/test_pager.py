@@ -157,8 +157,7 @@ def make_filling(store: NumberStore, slabs: list[int], **kw) -> Pager:
 def test_random_steps_keep_every_invariant_while_slabs_are_filled(threads):
     for seed in range(20):
         pager = random_walk(seed, 40, [8] * 6, [0] * 6, [48], make=make_filling, order="lfu", threads=threads)
-        counts = pager.metrics.snapshot()
-        assert counts.total("evictions") == counts.total("wasted_prefetch_bytes") == 0
+        assert pager.metrics.snapshot().total("prefetched_bytes") > 0
 
 
 @given(st.integers(0, 10**6), st.integers(2, 7), st.integers(2, 9), st.sampled_from(["lru", "lfu"]))
@@ -277,7 +276,35 @@ def filled_after_one_demand(store: NumberStore, slabs: list[int], at_once: int) 
     return pager
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_as_many_slabs_are_filled_at_once_as_was_said_those_of_the_next_layers_first():
+    experts = [ExpertId(layer, expert) for layer in range(3) for expert in range(4)]
+    store = GatedStore([4] * 3, set(experts))
+    pager = make_pager(store, [12], threads=3)
+    pager.begin_step(Phase.DECODE)
+    store.gates[experts[5]].set()
+    with pager.demand(1, [1]) as demand:
+        assert list(lent_by(demand, 1)) == [1]
+    pager.fill(2)
+    until(lambda: len(store.order) == 3)
+    time.sleep(0.02)  # a third thread has nothing to do
+    assert store.order == [experts[5], experts[8], experts[9]] and sum(t.fills for t in pager.core.tickets.values()) == 2
+    for gate in store.gates.values():
+        gate.set()
+    until(lambda: pager.addresses() is not None)
+    assert {expert.layer for expert in store.order[5:9]} == {0}, "then those before it"
+    pager.close()
+
+
+def test_slabs_are_not_filled_where_their_memory_gets_no_pages(monkeypatch):
+    monkeypatch.setattr(SlabPool, "has_pages", property(lambda pool: False))  # its threads have found no memory free
+    store = NumberStore([4, 6], [0, 0])
+    pager = filled_after_one_demand(store, [10], at_once=2)
+    time.sleep(0.12)
+    assert store.reads == 1 and not pager.core.filling_waits
+    pager.close()
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
 def test_where_every_expert_has_a_slab_those_that_nothing_demanded_are_brought_in_too(at_once):
     pager = filled_after_one_demand(NumberStore([4, 6, 3], [0, 0, 1]), [10, 3], at_once)
     until(lambda: pager.addresses() is not None)
@@ -321,9 +348,11 @@ def test_filling_ends_at_the_first_failure_and_a_demand_still_gets_what_it_wants
 def test_filling_waits_for_memory_to_get_its_pages_and_a_demand_does_not(monkeypatch):
     lack = True
     monkeypatch.setattr(SlabPool, "gets_pages", property(lambda pool: lack))
+    monkeypatch.setattr(SlabPool, "has_pages", property(lambda pool: not lack))
     store = NumberStore([4, 6], [0, 0])
     pager = filled_after_one_demand(store, [10], at_once=2)
-    assert store.reads == 1 and pager.core.filling_waits
+    until(lambda: pager.core.filling_waits)
+    assert store.reads == 1
     lack = False
     until(lambda: pager.addresses() is not None)  # nothing else happens that would tell its threads
     until(lambda: not pager.core.filling_waits)

@@ -382,7 +382,7 @@ def test_half_a_copy_can_be_seen(monkeypatch):
     assert any(len(read) > 1 for seed in range(20) for _, read in wrong_reads(SimulatedCuda(seed), monkeypatch))
 
 
-@pytest.mark.parametrize("unasked", [{"speculative": True}, {"transition": True}], ids=str)
+@pytest.mark.parametrize("unasked", [{"speculative": True}, {"transition": True}, {"fills": True}], ids=str)
 def test_a_demanded_copy_does_not_wait_for_one_that_nothing_demanded(unasked, monkeypatch):
     cuda, computed = SimulatedCuda(late="kernels"), []
     cuda.install(monkeypatch)

@@ -3,7 +3,7 @@
 An encoded matrix `[out, in]` lies in a record as sections `NAME.ENCODING` (codes uint8 `[out, row_bytes]`) and, where an encoding
 has them, `NAME.scale`, `NAME.zero` and `NAME.factor`. The codes are the checkpoint's own numbers. `values` says what they mean:
 the float32 result of the format's public dequantiser, bit for bit. Rounded once to the model's type, it is what torch computes
-with; the CPU kernels compute with the unrounded values. `docs/formats.md` has a table.
+with, and the GPU kernels; the CPU kernels compute with the unrounded values. `docs/formats.md` has a table.
 
 Shapes: o outputs (rows), i inputs; g inputs share a scale.
 """

@@ -7,6 +7,7 @@ Whatever drives it says what has happened, one event at a time, and does what it
     Demand.open, next_group, computed,          a layer wants experts: which can be computed now, which copies it waits for
         waited, close                           (paging/demand.py)
     look_ahead                                  what the next layers will probably want
+    fill                                        experts that nothing has demanded shall come too, where all have a slab
     begin_drafting, promise, begin_verifying,   a round of drafted tokens: what their verification will demand (promises.py)
     end_drafting
     stream_after                                a router has spoken in a streamed pass: what the next layer lacks can be copied
@@ -409,15 +410,16 @@ class Residency:
             return self.next_transition()
         if self.copies_ahead:
             return self._next_ahead()
-        full = sum(ticket.speculative for ticket in self.tickets.values()) >= self.unasked_at_once
+        unasked = sum(ticket.speculative or ticket.fills for ticket in self.tickets.values())
+        full = unasked >= self.unasked_at_once
         demanded = any(ticket.without_worker for ticket in self.tickets.values())
         if self.promises and (self.promises.stage is not Stage.VERIFYING or not (full or demanded)):
             promised = self._next_promise()
             if promised is not None:
                 return promised
         if full:
-            return None
-        return self._next_guess() or (None if demanded else self._next_admission() or self._next_to_fill())
+            return None if demanded else self._next_to_fill(unasked)
+        return self._next_guess() or (None if demanded else self._next_admission() or self._next_to_fill(unasked))
 
     def next_transition(self) -> Ticket | None:
         """The next expert that belongs in the other format, and a slab for it."""
@@ -512,25 +514,27 @@ class Residency:
 
     def fill(self, at_once: int) -> None:
         """From now on, where there is a slab for every expert, those that nothing demanded yet are brought in, so many at once,
-        while nothing else is to be copied, once the memory has its pages: to get these takes cores from computation."""
+        while nothing else is to be copied: those of the next layers first. Not before the memory has its pages, since to get
+        these takes cores from computation, and never where they could not be had."""
         if not self.deterministic and all(table.has_room_for_all for table in self.tables):
             self.filling_at_once = at_once
             self.link.wake()
 
-    def _next_to_fill(self) -> Ticket | None:
-        """The first expert that is absent."""
+    def _next_to_fill(self, unasked: int) -> Ticket | None:
+        """The first absent expert of the layers behind the running one. unasked: copies in flight that nothing demanded."""
         self.filling_waits = False
-        filling = sum(ticket.fills for ticket in self.tickets.values()) if self.filling_at_once else 0
-        for table in self.tables if filling < self.filling_at_once else ():
+        for table in self.tables if unasked < self.filling_at_once else ():
             absent = np.flatnonzero(table.slab_of < 0)
-            waits = bool(len(absent)) and table.pool.gets_pages
-            self.filling_waits |= waits
+            waits = bool(len(absent)) and not table.pool.has_pages
+            self.filling_waits |= waits and table.pool.gets_pages
             slab = table.pool.take() if len(absent) and not waits else None
             if slab is not None:
-                expert = table.id_of[absent[0]]
+                behind = np.searchsorted(table.layer_of[absent], self.running_layer, side="right")
+                flat = int(absent[behind % len(absent)])
+                expert = table.id_of[flat]
                 nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
                 self.metrics.add("prefetched_bytes", self.phase, expert.layer, nbytes)
-                table.begin_load(int(absent[0]), slab)
+                table.begin_load(flat, slab)
                 return self._ticket(expert, slab, fills=True)
         return None
 
@@ -563,7 +567,8 @@ class Residency:
         self.metrics.add("bytes_read", self.phase, layer, ticket.moved.disk_bytes)
         self.metrics.add("bytes_copied", self.phase, layer, ticket.moved.link_bytes)
         if ticket.error is not None and (ticket.speculative or ticket.fills):
-            logger.warning("prefetch of %s failed: %s", ticket.expert, ticket.error)
+            until = ", so no others are read until a token asks for them" if ticket.fills else ""
+            logger.warning("prefetch of %s failed%s: %s", ticket.expert, until, ticket.error)
             if ticket.promised:
                 self.promises.copy_failed(self._numbered(layer) + ticket.expert.expert)
             self._none_to_admit_at = self.tick

@@ -48,7 +48,7 @@ class Backing:
     """
 
     def __init__(self, owner: Any, address: int, nbytes: int):
-        self._pages = _Pages()
+        self._pages, self._nbytes = _Pages(), nbytes
         weakref.finalize(self, _stop, self._pages)
         begins = iter(range(0, nbytes if nbytes >= LEAST_BYTES else 0, PIECE_BYTES))
         work = weakref.ref(owner), address, nbytes, begins, self._pages
@@ -89,6 +89,11 @@ class Backing:
     def gives(self) -> bool:
         """The threads have not ended."""
         return self._pages.threads > 0
+
+    @property
+    def has_given(self) -> bool:
+        """All pages, where it is worth the threads. Else they were stopped, found no memory free, or have not ended."""
+        return self._nbytes < LEAST_BYTES or self.backed_bytes() >= self._nbytes
 
     def backed_bytes(self) -> int:
         """Of memory that has its pages; exact once the threads have ended."""

@@ -90,6 +90,11 @@ class SlabPool:
         """Threads are giving its memory pages ahead of the first write."""
         return self._backing is not None and self._backing.gives
 
+    @property
+    def has_pages(self) -> bool:
+        """They have, for all of it, or none have to."""
+        return self._backing is None or self._backing.has_given
+
     def give_back(self, slab: int) -> None:
         assert not self._is_free[slab], f"slab {slab} was freed twice"
         self._is_free[slab] = True

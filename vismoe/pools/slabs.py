@@ -69,6 +69,11 @@ class Slabs:
         """As `SlabPool.gets_pages`, of any of them."""
         return any(pool.gets_pages for pool in self.pools)
 
+    @property
+    def has_pages(self) -> bool:
+        """As `SlabPool.has_pages`, of all of them."""
+        return all(pool.has_pages for pool in self.pools)
+
     def give_back(self, slab: int) -> None:
         pool, place = self._places[slab]
         pool.give_back(place)

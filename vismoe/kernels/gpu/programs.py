@@ -22,7 +22,9 @@ from vismoe.formats.encodings import E2M1, IQ4_NL
 # Whether these are aligned decides nothing: one compilation suffices.
 SMALL = ["places", "factors", "tiles", "sums_of", "ids", "records"]
 LOAD_BYTES = tl.constexpr(32)  # of codes that hold one input per byte and lane (formats/affine.py)
-SPAN = tl.constexpr(32)  # inputs of a checkpoint's encoding that are decoded at once: none has larger blocks within its blocks
+SPAN = tl.constexpr(
+    32
+)  # inputs of a checkpoint's encoding that are decoded at once: what a scale of ggml's is for, or twice that
 
 
 def _packed(values: Sequence[float]) -> tl.constexpr:
@@ -123,17 +125,23 @@ def _in_table(code, low: tl.constexpr, high: tl.constexpr):
 
 
 @triton.jit
+def _with_sign(value, negative):
+    """By a product: a difference from zero would make zero positive."""
+    return value * tl.where(negative, -1.0, 1.0)
+
+
+@triton.jit
 def _e4m3(code):
     magnitude = code & 127
     normal = _of_bits(tl.where(magnitude == 127, 0x7FC00000, (magnitude << 20) + (120 << 23)))
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)  # denormal: times 2^-9
-    return tl.where(code > 127, -value, value)
+    return _with_sign(value, code > 127)
 
 
 @triton.jit
 def _doubled(code):
-    """Of E2M1."""
-    return _in_table(code, E2M1_DOUBLED, E2M1_NEGATIVE)
+    """Twice the value of a code of E2M1."""
+    return _with_sign(_in_table(code & 7, E2M1_DOUBLED, E2M1_DOUBLED), code > 7)
 
 
 @triton.jit
@@ -151,7 +159,7 @@ def _in_blocks_of_32(codes, block, j, ok, KIND: tl.constexpr, BLOCK: tl.constexp
     if KIND == "q5_0" or KIND == "q5_1":
         nibble |= (_bytes(codes, block + (BLOCK - 20) + j // 8, ok) >> j % 8 & 1) << 4
     if KIND == "mxfp4_block":
-        w = _half_power(_bytes(codes, block, ok)) * _doubled(nibble)
+        w = _half_power(_bytes(codes, block, ok)) * _in_table(nibble, E2M1_DOUBLED, E2M1_NEGATIVE)  # ggml's zero has one sign
     elif KIND == "q8_0":
         w = _numbers(codes, block // 2, ok, tl.float16) * _signed(codes, block + 2 + j, ok)
     elif KIND == "iq4_nl":

@@ -310,7 +310,7 @@ def _service(
         for _ in tqdm(bringing, "Bringing in experts", total, unit="expert", delay=1, disable=None):
             pass
         if _fill(pager, configuration):
-            about["reads"] += "; no expert waits to be read until a token asks for it"
+            about["reads"] += "; the others are read before a token asks for them"
         drafts = _draft_pool(configuration, drafts)
         if settings.draft == "none":
             about["drafts"] = "none"
@@ -431,7 +431,7 @@ def _fill(pager: Pager, configuration: Configuration) -> bool:
     if configuration.experts.gpu_kernels is not None:
         pager.fill(1)  # a copy cannot be called back, and a demand should not wait for several
     elif not pager.hosts and configuration.stores.reads.stored_bytes >= FILLED_BYTES:
-        pager.fill(configuration.plan.io_threads)  # the thread that waits for a demand copies, too
+        pager.fill(configuration.plan.io_threads)  # a demand waits for those that have begun: milliseconds, until all are there
     return pager.core.filling_at_once > 0
 
 

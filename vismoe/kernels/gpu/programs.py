@@ -22,9 +22,7 @@ from vismoe.formats.encodings import E2M1, IQ4_NL
 # Whether these are aligned decides nothing: one compilation suffices.
 SMALL = ["places", "factors", "tiles", "sums_of", "ids", "records"]
 LOAD_BYTES = tl.constexpr(32)  # of codes that hold one input per byte and lane (formats/affine.py)
-SPAN = tl.constexpr(
-    32
-)  # inputs of a checkpoint's encoding that are decoded at once: what a scale of ggml's is for, or twice that
+SPAN = tl.constexpr(32)  # inputs of a checkpoint's encoding that are decoded at once: parts of all blocks begin there
 
 
 def _packed(values: Sequence[float]) -> tl.constexpr:

@@ -410,7 +410,7 @@ class Residency:
             return self.next_transition()
         if self.copies_ahead:
             return self._next_ahead()
-        unasked = sum(ticket.speculative or ticket.fills for ticket in self.tickets.values())
+        unasked = sum(ticket.unasked for ticket in self.tickets.values())
         full = unasked >= self.unasked_at_once
         demanded = any(ticket.without_worker for ticket in self.tickets.values())
         if self.promises and (self.promises.stage is not Stage.VERIFYING or not (full or demanded)):

@@ -310,7 +310,7 @@ def _service(
         for _ in tqdm(bringing, "Bringing in experts", total, unit="expert", delay=1, disable=None):
             pass
         if _fill(pager, configuration):
-            about["reads"] += "; the others are read before a token asks for them"
+            about["reads"] += "; experts are read before a token asks for them"
         drafts = _draft_pool(configuration, drafts)
         if settings.draft == "none":
             about["drafts"] = "none"

@@ -24,6 +24,7 @@ from vismoe.types import Format
 ONCE = [name for name in ENCODINGS if name not in ("awq", "gptq")]  # these lie as w4 does
 MINIMA = ("w4", "awq", "gptq", "q4_1", "q5_1", "q4_k", "q5_k", "q2_k")  # values are differences
 IN_BYTES = ("q4_k", "q5_k", "w4", "awq", "gptq", "mxfp4", "iq4_xs")  # AMX multiplies these as bytes
+IN_ORDER = ("nvfp4",)  # and AVX-512 BF16 these, and most of those, in an order of its own
 each_encoding = pytest.mark.parametrize("encoding", ONCE)
 
 
@@ -87,17 +88,18 @@ def test_the_error_is_at_most_that_of_torch_in_bfloat16(isa, encoding):
         assert rms(parts - oracle) <= 1.05 * rms(eager - oracle)
 
 
-@pytest.mark.parametrize("encoding", IN_BYTES)
-@settings(max_examples=examples(6), deadline=None)
+@pytest.mark.parametrize("encoding", IN_BYTES + IN_ORDER)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     spans=st.integers(2, 9),
     rows=st.sampled_from([1, 15, 16, 17, 47, 64, 200, 530]),
-    tokens=st.sampled_from([1, 2, 16, 17, 40]),
+    tokens=st.sampled_from([1, 2, 3, 4, 5, 16, 17, 40]),
     largest=st.sampled_from([1, 300, 1e20, 1e-20]),
     seed=st.integers(0, 2**31),
 )
 def test_rows_of_whole_spans_have_one_result_in_any_company(encoding, spans, rows, tokens, largest, seed):
-    """Spans of 256 inputs, which AMX multiplies as bytes: other rows, other tokens and the number of threads change no bit."""
+    """Spans of 256 inputs, which AMX multiplies as bytes, and AVX-512 BF16 in registers for up to four tokens and from a tile
+    for more: other rows, other tokens and the number of threads change no bit."""
     seeded(seed)
     kind, inputs = ENCODINGS[encoding], 256 * spans
     parts, x = random_parts(kind, rows, inputs), torch.randn(tokens, inputs)

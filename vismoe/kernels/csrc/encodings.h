@@ -59,7 +59,7 @@ inline float fp16_at(const std::uint8_t* p) {
 }
 
 // Without branches, so that compilers vectorise loops over it.
-inline float from_e4m3(std::uint8_t code) {
+inline float from_e4m3(std::uint32_t code) {
   const std::uint32_t magnitude = code & 0x7fu;
   const std::uint32_t small = 0u - ((magnitude - 8u) >> 31), nan = 0u - ((magnitude + 1u) >> 7);  // all bits or none
   const std::uint32_t denormal = bits_of(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f);
@@ -67,22 +67,10 @@ inline float from_e4m3(std::uint8_t code) {
   return float_of((denormal & small) | (normal & ~small) | (nan & 0x7fc00000u) | (code & 0x80u) << 24);
 }
 
-// 2^(exponent - 128), because codes of E2M1 are doubled here; down to the denormal 2^-128.
-inline float half_from_e8m0(std::uint8_t exponent) {
-  return float_of(exponent < 2 ? 0x200000u << exponent : (exponent - 1u) << 23);
-}
-
-// Sums have a scale per kStep inputs where groups may have more: each scale is repeated. `steps` numbers.
-inline void spread_scales(const Matrix& m, const std::uint8_t* scale, std::size_t step, std::size_t steps, float* to) {
-  const Dtype dtype = static_cast<Dtype>(m.scale_dtype);
-  const std::size_t each = (static_cast<std::size_t>(m.group_inputs) + step - 1) / step;
-  if (each > 1) {
-    for (std::size_t s = 0; s < steps; s++) to[s] = s % each ? to[s - 1] : value_at(scale, dtype, s / each);
-  } else if (dtype == kBf16) {
-    for (std::size_t s = 0; s < steps; s++) to[s] = from_bf16(reinterpret_cast<const std::uint16_t*>(scale)[s]);
-  } else {
-    for (std::size_t s = 0; s < steps; s++) to[s] = value_at(scale, dtype, s);
-  }
+// 2^(exponent - 128), because codes of E2M1 are doubled here; down to the denormal 2^-128. Without branches, as above.
+inline float half_from_e8m0(std::uint32_t exponent) {
+  const std::uint32_t denormal = 0u - ((exponent - 2u) >> 31);  // all bits or none
+  return float_of(((exponent + 1u) << 21 & denormal) | ((exponent - 1u) << 23 & ~denormal));
 }
 
 // to[i] = the float16 at p + i * apart.
@@ -100,6 +88,45 @@ inline void spread_fp16(const std::uint8_t* p, std::size_t apart, std::size_t co
   }
 #endif
   for (; i < count; i++) to[i] = fp16_at(p + i * apart);
+}
+
+// to[i] = value(from[i]), bytes, and something up to a multiple of 8. In eights: of loops over bytes compilers make longer vectors than
+// most rows have scales for.
+template <class F>
+inline void each_of(const std::uint8_t* from, std::size_t count, float* to, F value) {
+  for (std::size_t i = 0; i < count; i += 8) {
+    std::uint64_t bytes = 0;
+    std::memcpy(&bytes, from + i, count - i < 8 ? count - i : 8);
+    std::uint32_t eight[8];
+    float values[8];
+#if defined(__AVX2__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(eight), _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<long long>(bytes))));
+#else
+    for (std::size_t k = 0; k < 8; k++) eight[k] = bytes >> 8 * k & 255;
+#endif
+    for (std::size_t k = 0; k < 8; k++) values[k] = value(eight[k]);
+    std::memcpy(to + i, values, sizeof values);
+  }
+}
+
+// Sums have a scale per step of inputs where groups may have `each` steps: to[i] becomes the number of its group.
+inline void spread(std::size_t each, std::size_t steps, float* to) {
+  for (std::size_t g = (steps + each - 1) / each, end = steps; each > 1 && g-- > 0; end = g * each) {
+    const float of_group = to[g];
+    for (std::size_t i = g * each; i < end; i++) to[i] = of_group;
+  }
+}
+
+// The scales of the groups of a row, and those of its steps. `steps` numbers, and something up to a multiple of 16.
+inline void spread_scales(const Matrix& m, const std::uint8_t* scale, std::size_t step, std::size_t steps, float* to) {
+  const std::size_t inputs = static_cast<std::size_t>(m.group_inputs), each = inputs > step ? (inputs + step - 1) / step : 1;
+  const std::size_t groups = (steps + each - 1) / each;
+  switch (m.scale_dtype) {
+    case kBf16: for (std::size_t g = 0; g < groups; g++) to[g] = from_bf16(reinterpret_cast<const std::uint16_t*>(scale)[g]); break;
+    case kFp16: spread_fp16(scale, 2, groups, to); break;
+    default: std::memcpy(to, scale, groups * sizeof(float));
+  }
+  spread(each, steps, to);
 }
 
 // The scales of these are integers times a float16 of the unit, which lies at this byte of it.
@@ -122,19 +149,27 @@ inline void eight_times(const std::uint8_t* from, float factor, float* to) {
 #endif
 }
 
-// The 8 scales and 8 minima of 6 bits of a block of Q4_K or Q5_K. `kWhole`, of this and the others: the bits of the integers that
-// scales are before the factor of the block.
-template <bool kWhole>
-inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
-#if defined(__AVX2__)  // in registers: memory that was written in words cannot be read in vectors at once
-  const __m128i head = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block));
+#if defined(__AVX2__)
+// Of a block of Q4_K or Q5_K, of which these are the first 16 bytes: 8 scales and 8 minima of 6 bits, and their factors, of which that
+// of the minima is negative. In registers: memory that was written in words cannot be read in vectors at once.
+inline __m128i k_bytes(__m128i head) {
   const __m128i low_of = _mm_setr_epi8(4, 5, 6, 7, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m128i high_of = _mm_setr_epi8(-1, -1, -1, -1, 4, 5, 6, 7, -1, -1, -1, -1, 8, 9, 10, 11);
   const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi8(head, low_of), _mm_setr_epi32(0, 0, 0, 4));
   const __m128i high = _mm_srli_epi16(_mm_shuffle_epi8(head, high_of), 2);
   const __m128i low_bits = _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f);
-  const __m128i six = _mm_or_si128(_mm_and_si128(low, low_bits), _mm_and_si128(high, _mm_set1_epi8(0x30)));
-  const __m128 factors = _mm_xor_ps(_mm_cvtph_ps(head), _mm_setr_ps(0.0f, -0.0f, 0.0f, 0.0f));
+  return _mm_or_si128(_mm_and_si128(low, low_bits), _mm_and_si128(high, _mm_set1_epi8(0x30)));
+}
+inline __m128 k_factors(__m128i head) { return _mm_xor_ps(_mm_cvtph_ps(head), _mm_setr_ps(0.0f, -0.0f, 0.0f, 0.0f)); }
+#endif
+
+// The 8 scales and 8 minima of a block of Q4_K or Q5_K. `kWhole`, of this and the others: the bits of the integers that scales are
+// before the factor of the block.
+template <bool kWhole>
+inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
+#if defined(__AVX2__)
+  const __m128i head = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block)), six = k_bytes(head);
+  const __m128 factors = k_factors(head);
   const __m256 of_scales = _mm256_broadcastss_ps(factors), of_minima = _mm256_broadcastss_ps(_mm_movehdup_ps(factors));
   const __m256i wide = _mm256_cvtepu8_epi32(six);
   _mm256_storeu_ps(scales, kWhole ? _mm256_castsi256_ps(wide) : _mm256_mul_ps(_mm256_cvtepi32_ps(wide), of_scales));
@@ -202,19 +237,18 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
     spread_scales(m, scale, kStep, steps, scales);
     if (has_minima(m)) {  // codes are q - 8, weights are (q - zero) scale
       const std::size_t each = static_cast<std::size_t>(m.group_inputs) / kStep;
-      for (std::size_t s = 0; s < steps; s++) minima[s] = (8.0f - offset[each > 1 ? s / each : s]) * scales[s];
+      const auto centred = [](std::uint32_t zero) { return static_cast<float>(8 - static_cast<std::int32_t>(zero)); };
+      each_of(offset, (steps + each - 1) / each, minima, centred);
+      spread(each, steps, minima);
+      for (std::size_t s = 0; s < steps; s++) minima[s] *= scales[s];
     }
   } else if constexpr (E == kMxFp4) {
-    for (std::size_t s = 0; s < steps; s++) scales[s] = half_from_e8m0(scale[s]);
+    each_of(scale, steps, scales, half_from_e8m0);
   } else if constexpr (E == kNvFp4) {
     float factor;
     std::memcpy(&factor, offset, 4);
-    for (std::size_t s = 0; s < steps; s++) scales[s] = from_e4m3(scale[s]);
-    if (m.divides) {
-      for (std::size_t s = 0; s < steps; s++) scales[s] = 0.5f * (scales[s] / factor);
-    } else {
-      for (std::size_t s = 0; s < steps; s++) scales[s] = 0.5f * (scales[s] * factor);
-    }
+    if (m.divides) each_of(scale, steps, scales, [=](std::uint32_t code) { return 0.5f * (from_e4m3(code) / factor); });
+    else each_of(scale, steps, scales, [=](std::uint32_t code) { return 0.5f * (from_e4m3(code) * factor); });
   } else if constexpr (E == kMxFp4Block) {
     for (std::size_t s = 0; s < steps; s++) scales[s] = half_from_e8m0(codes[17 * s]);
   } else if constexpr (E == kQ4K || E == kQ5K) {

@@ -357,9 +357,10 @@ class PackedJob : public Job {
     }
     packing_left_.fetch_sub(1, std::memory_order_release);
   }
-  // Outputs of one task with so many rows each.
-  std::size_t most_rows(const Matrix& m, std::size_t rows_of_one = 1) const {
-    return kernels_.most_rows == nullptr ? kChunkRows : std::max(kernels_.most_rows(m) / rows_of_one / 16 * 16, kChunkRows);
+  // Outputs of one task with so many rows each. `section` not negative: rows that are decoded first, for which there is room for some.
+  std::size_t most_rows(const Matrix& m, std::int32_t section = -1, std::size_t rows_of_one = 1) const {
+    if (kernels_.most_rows == nullptr || section >= 0) return kChunkRows;
+    return std::max(kernels_.most_rows(m) / rows_of_one / 16 * 16, kChunkRows);
   }
   void wait_for_inputs() {
     wait_for([this] { return packing_left_.load(std::memory_order_acquire) == 0; });
@@ -427,7 +428,7 @@ class ExpertsJob : public PackedJob {
     for (std::size_t e = records.used(0); e < records.count; e = records.used(e + 1)) {
       const Expert& expert = records.expert(e);
       const std::size_t factor = expert.gate == kNoGate ? 1 : 2;
-      const std::size_t most = prompt ? kChunkRows : most_rows(expert.up, expert.gate == kInterleaved ? 2 : 1);
+      const std::size_t most = prompt ? kChunkRows : most_rows(expert.up, expert.up_section, expert.gate == kInterleaved ? 2 : 1);
       up_left_[e] = cut(kUp, expert.intermediate(), expert.up.read_bytes() * factor, e, 1, most) + (kernels.settle != nullptr);
     }
     if (adding_) {
@@ -435,8 +436,8 @@ class ExpertsJob : public PackedJob {
       cut(kDown, records.formats.hidden(), down_bytes, records.used(0), records.sum([](const Expert&) { return 1; }));
     }
     for (std::size_t e = records.used(0); e < records.count && !adding_; e = records.used(e + 1)) {
-      const Matrix& down = records.expert(e).down;
-      cut(kDown, records.formats.hidden(), down.read_bytes(), e, 1, most_rows(down));
+      const Expert& expert = records.expert(e);
+      cut(kDown, records.formats.hidden(), expert.down.read_bytes(), e, 1, most_rows(expert.down, expert.down_section));
     }
   }
 

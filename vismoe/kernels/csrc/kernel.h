@@ -13,6 +13,8 @@
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
 //   sums(const float*), scaled_sum(Sum, Part, Sum scale), ones(), an Operand
 //   scale<step>(const float*)      the scales of the sums of one Operand's products
+//   InOrder<Encoding>              for encodings of which in_order(Encoding) is true: a Decoder that takes inputs in another order, to which
+//                                  order(const X*, X*) brings those of kUnit; see there
 //   times(Sum, Sum)                if its inputs are words; also words<signed>(Codes, whether the odd ones; both if they fit), and for
 //                                  scales that are integers, of which a Sum holds the bits: add_times(Part, Part, scale), whole(Operand, scale),
 //                                  of_word(a float16), in every lane and times kOfWord
@@ -304,8 +306,13 @@ inline void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in,
   constexpr int kOperands = (kStep > kSpan ? kStep : kSpan) / kLanes;  // whose sums are scaled at once
   constexpr int kScales = kStep < kSpan ? kSpan / kStep : 1;           // of them
   typename D::Scaling scaling[R];
+  const float* scales_of[R];
 #pragma GCC unroll 8
-  for (std::size_t r = 0; r < R; r++) scaling[r] = D::scaling(units[r]);
+  for (std::size_t r = 0; r < R; r++) {
+    scaling[r] = D::scaling(units[r]);
+    scales_of[r] = scales + r * room;
+    asm volatile("" : "+r"(scales_of[r]));  // or compilers keep the address of every scale, which takes more registers than there are
+  }
 #pragma GCC unroll 16
   for (int s = 0; s < static_cast<int>(D::kInputs) / kLanes / kOperands; s++) {
     if constexpr (has_words<S>) {
@@ -325,7 +332,42 @@ inline void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in,
           parts[n] = S::dot(parts[n], weights, S::load(in.x + n * in.stride + first + j * kLanes));
         }
       }
-      const typename S::Sum scale = S::template scale<kStep>(scales + r * room + s * kScales);
+      const typename S::Sum scale = S::template scale<kStep>(scales_of[r] + s * kScales);
+#pragma GCC unroll 8
+      for (std::size_t n = 0; n < N; n++) sums[n][r] = S::scaled_sum(sums[n][r], parts[n], scale);
+    }
+  }
+}
+
+// The same where inputs lie in the order of a decoder, whose operands have scales in sets of kOfSet. `steps`: the sums of inputs that belong
+// to the minima of the unit.
+template <class S, class D, std::size_t R, std::size_t N>
+inline void ordered_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
+                         std::size_t room, const float* steps, typename S::Sum (&sums)[N][R]) {
+  constexpr int kOperands = static_cast<int>(D::kInputs) / S::kLanes, kOfSet = D::kOfSet;
+  typename D::Scales of[R];
+#pragma GCC unroll 8
+  for (std::size_t r = 0; r < R; r++) {
+    of[r] = D::scales(units[r], scales + r * room);
+#pragma GCC unroll 8
+    for (std::size_t n = 0; D::kOwnScales && n < N; n++) sums[n][r] = D::add_minima(sums[n][r], of[r], steps + n * in.room);
+  }
+#pragma GCC unroll 4
+  for (int set = 0; set < kOperands / kOfSet; set++) {
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < R; r++) {
+      typename S::Part parts[N];
+#pragma GCC unroll 8
+      for (std::size_t n = 0; n < N; n++) parts[n] = typename S::Part{};
+#pragma GCC unroll 4
+      for (int j = set * kOfSet; j < (set + 1) * kOfSet; j++) {
+        const typename S::Operand weights = D::decode(units[r].codes, j, {});
+#pragma GCC unroll 8
+        for (std::size_t n = 0; n < N; n++) {
+          parts[n] = S::dot(parts[n], weights, S::load(in.x + n * in.stride + first + j * S::kLanes));
+        }
+      }
+      const typename S::Sum scale = D::scale(of[r], set);
 #pragma GCC unroll 8
       for (std::size_t n = 0; n < N; n++) sums[n][r] = S::scaled_sum(sums[n][r], parts[n], scale);
     }
@@ -388,6 +430,35 @@ constexpr bool is_whole = false;
 template <class D>
 constexpr bool is_whole<D, std::enable_if_t<D::kWhole>> = true;
 
+// Decoders that take inputs in an order of their own, and those of them that also read scales and minima of a unit in place.
+template <class D, class = void>
+constexpr bool is_ordered = false;
+template <class D>
+constexpr bool is_ordered<D, std::void_t<typename D::Scales>> = true;
+template <class D, class = void>
+constexpr bool has_own_scales = false;
+template <class D>
+constexpr bool has_own_scales<D, std::enable_if_t<D::kOwnScales>> = true;
+
+template <class S, Encoding E, class = void>
+struct DecoderFor {
+  using type = typename S::template Decoder<E>;
+};
+template <class S, Encoding E>
+struct DecoderFor<S, E, std::enable_if_t<S::in_order(E)>> {
+  using type = typename S::template InOrder<E>;
+};
+
+// Rows that D has decoded to a tile.
+template <class S, class D, class = void>
+struct TileOf {
+  using type = PlainDecoder<S, D::kStep>;
+};
+template <class S, class D>
+struct TileOf<S, D, std::enable_if_t<is_ordered<D>>> {
+  using type = typename D::Tile;
+};
+
 // The decoder of an encoding whose weights are restored in registers.
 template <class S, Encoding E>
 struct Restored : S::template Decoder<E> {
@@ -407,6 +478,10 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
       const std::size_t at = first * s.room + u * (D::kInputs / D::kStep);
       const float* minima = s.minima ? s.minima + at : nullptr;
       restored_step<S, D::kEncoding, R, N>(units, in.x + u * D::kInputs, in.stride, s.scales + at, minima, s.room, sums);
+    } else if constexpr (is_ordered<D>) {
+      const float* scales = rows.sums.scales + first * rows.sums.room + u * D::kScales;
+      const float* steps = in.sums + u * (D::kInputs / D::kStep);
+      ordered_step<S, D, R, N>(units, in, u * D::kInputs, scales, rows.sums.room, steps, sums);
     } else if constexpr (D::kStep > 0) {
       const float* scales = rows.sums.scales + first * rows.sums.room + u * (D::kInputs / D::kStep);
       if constexpr (is_whole<D>) whole_step<S, D, R, N>(units, in, u * D::kInputs, scales, rows.sums.room, sums);
@@ -436,7 +511,7 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
     step(units, rows.units, sums);
   }
   if constexpr (has_words<S>) turn_to<S, R, N>(in, in.units(), sums);
-  if constexpr (D::kStep > 0 && !is_restored<D>) {
+  if constexpr (D::kStep > 0 && !is_restored<D> && !has_own_scales<D>) {
     constexpr std::size_t kLanes = sizeof(typename S::Sum) / sizeof(float);
     for (std::size_t s = 0; rows.sums.minima != nullptr && s < rows.sums.steps; s += kLanes) {
 #pragma GCC unroll 8
@@ -466,7 +541,7 @@ inline void block_of(std::size_t n, const Rows<D>& rows, const Inputs<typename S
 
 // Whether D's rows were decoded before; for words they are also if they are bytes.
 template <class S, class D>
-constexpr bool is_decoded = std::is_base_of_v<PlainDecoder<S, D::kStep>, D> ||
+constexpr bool is_decoded = std::is_base_of_v<typename TileOf<S, D>::type, D> ||
                             (has_words<S> && std::is_base_of_v<CodeDecoder<S, D::kStep, false>, D>);
 
 // y for `count` rows and n tokens, in blocks of at most kMost tokens and nearly equal size. `count` is kRows; rows that are
@@ -534,8 +609,8 @@ inline void restore_unit(const Unit& unit, const float* scales, const float* min
 // Turns the rows of `rows` into others in `tile`, with `turn(unit, to, row, its number)`; afterwards `made` describes these.
 template <class D, class P, class F>
 inline void into_tile(const Rows<D>& rows, std::size_t count, void* tile, Rows<P>& made, F turn) {
-  constexpr std::size_t kMade = P::kUnitBytes * (D::kInputs / kUnit);
-  const std::size_t units = rows.units + rows.tail, row_bytes = stride_of(units * D::kInputs) * (P::kUnitBytes / kUnit);
+  constexpr std::size_t kMade = P::kUnitBytes * (D::kInputs / P::kInputs);
+  const std::size_t units = rows.units + rows.tail, row_bytes = stride_of(units * D::kInputs) * (P::kUnitBytes / P::kInputs);
   for (std::size_t r = 0; r < count; r++) {
     std::uint8_t* to = static_cast<std::uint8_t*>(tile) + r * row_bytes;
     for (std::size_t u = 0; u < rows.units; u++, to += kMade) {
@@ -549,7 +624,7 @@ inline void into_tile(const Rows<D>& rows, std::size_t count, void* tile, Rows<P
   made.row_bytes = row_bytes;
   made.row_groups = 0;
   made.apart = rows.apart;
-  made.units = units * (D::kInputs / kUnit);
+  made.units = units * (D::kInputs / P::kInputs);
   made.tail = false;
   made.ahead = nullptr;
   if constexpr (P::kStep > 0) made.sums = rows.sums;
@@ -603,21 +678,41 @@ void sum_inputs(const Inputs<typename S::X>& in, std::size_t inputs, std::size_t
   }
 }
 
+// Brings the inputs to the order of D; `to`: as many rows.
+template <class D, class X>
+void order_inputs(Inputs<X>& in, std::size_t inputs, std::size_t n, X* to) {
+  const std::size_t stride = stride_of(inputs);
+  for (std::size_t t = 0; t < n; t++) {
+    for (std::size_t i = 0; i < padded(inputs); i += kUnit) D::order(in.x + t * in.stride + i, to + t * stride + i);
+  }
+  in.x = to;
+  in.stride = stride;
+}
+
+// The tokens for which D decodes in registers.
+template <class S, class D>
+constexpr std::size_t decoding_tokens() {
+  if constexpr (is_ordered<D>) return D::kTokens;
+  else return D::kStep > 0 ? S::kScaledDecodingTokens : S::kDecodingTokens;
+}
+
 // y for `count` rows in registers if the tokens are few, or the set decodes raw weights so, otherwise by way of the tile.
 template <class S, class D>
 inline void product(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n, const Scratch& scratch,
                     float* y, std::size_t y_stride) {
-  using Plain = PlainDecoder<S, D::kStep>;
+  using Plain = typename TileOf<S, D>::type;
   constexpr bool kAnew = D::kStep == 0 && D::kGroups == 0 && raw_tokens<S> > 0;  // decode raw weights again for each block
   if constexpr (is_decoded<S, D>) {
     blocks<S, D, S::kTokens>(rows, count, in, n, y, y_stride);
-  } else if (constexpr std::size_t kMost = kAnew ? raw_tokens<S> : D::kStep > 0 ? S::kScaledDecodingTokens : S::kDecodingTokens;
+  } else if (constexpr std::size_t kMost = kAnew ? raw_tokens<S> : decoding_tokens<S, D>();
              (kAnew || n <= kMost) && count == kRows) {
     blocks<S, D, kMost>(rows, count, in, n, y, y_stride);
   } else {
     Rows<Plain> plain;
-    into_tile(rows, count, scratch.tile, plain,
-              [](const Unit& unit, std::uint8_t* to, auto...) { decode_unit<S, D>(unit, reinterpret_cast<typename S::X*>(to)); });
+    into_tile(rows, count, scratch.tile, plain, [&](const Unit& unit, std::uint8_t* to, std::size_t r, std::size_t u) {
+      decode_unit<S, D>(unit, reinterpret_cast<typename S::X*>(to));
+      if constexpr (has_own_scales<D>) D::keep_scales(unit, scratch.scales + r * rows.sums.room + u * D::kScales);
+    });
     blocks<S, Plain, (D::kStep > 0 ? S::kScaledTokens : S::kTokens)>(plain, count, in, n, y, y_stride);
   }
 }
@@ -675,15 +770,16 @@ inline void product_of_whole(Rows<D>& rows, std::size_t count, const Inputs<type
 template <class S, Encoding E, bool kRestored>
 void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x,
                  std::size_t x_bytes, std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
-  using D = std::conditional_t<kRestored, Restored<S, E>, typename S::template Decoder<E>>;
+  using D = std::conditional_t<kRestored, Restored<S, E>, typename DecoderFor<S, E>::type>;
   const std::size_t inputs = static_cast<std::size_t>(m.inputs);
-  const Inputs<typename S::X> in = inputs_of<S>(x, x_bytes, inputs, scratch);
+  Inputs<typename S::X> in = inputs_of<S>(x, x_bytes, inputs, scratch);
   const std::size_t ahead = kAheadBytes / static_cast<std::size_t>(m.row_bytes) + 1;
   Rows<D> rows;
   if constexpr (D::kStep > 0) {
     const std::size_t steps = round_up((inputs + D::kStep - 1) / D::kStep, 16), room = scratch.steps;
     rows.sums = {scratch.scales, has_minima(m) ? scratch.scales + kRows * room : nullptr, steps, room};
     if (!kRestored && rows.sums.minima) sum_inputs<S, D::kStep>(in, inputs, n, scratch.x_sums);
+    if constexpr (is_ordered<D>) order_inputs<D>(in, inputs, n, static_cast<typename S::X*>(scratch.ordered));
   }
   // Rows that are read together are far apart: a hardware prefetcher follows one sequence of addresses in each page of memory.
   const Place all = place_of(m, record, begin, end - begin);
@@ -694,7 +790,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
     place_rows(m, record, row, count, apart, rows);
     const std::size_t later = i + ahead;
     look_ahead(later < all.apart ? all : next, later < all.apart ? later : later - all.apart, rows);
-    if constexpr (D::kStep > 0) {
+    if constexpr (D::kStep > 0 && !has_own_scales<D>) {
       for (std::size_t r = 0; r < count; r++) {
         float* scales = scratch.scales + r * scratch.steps;
         constexpr bool kWhole = is_whole<D>;

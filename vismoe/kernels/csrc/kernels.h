@@ -89,6 +89,7 @@ struct Scratch {
   float* scales;       // [2 * kRows, steps]: scales and minima of rows, one for every 16 inputs or more
   float* x_sums;       // [kPassTokens, steps]: the sums of the inputs to which a minimum belongs
   void* codes;         // [kRows, stride] of 16 bits: unpacked codes
+  void* ordered;       // [kPassTokens, stride] of 16 bits: inputs in the order of a decoder
   std::size_t steps;
   void* rest;          // what a set needs beyond that
   std::uint64_t call;  // the number of the call, in which inputs stay as they are
@@ -100,14 +101,16 @@ struct Scratch {
   static std::size_t steps_of(std::size_t inputs) { return round_up(padded(inputs) / 16, 16); }
   static std::size_t bytes(std::size_t inputs) {
     const std::size_t products = kSums, scaling = (2 * kRows + kPassTokens) * steps_of(inputs);
-    return (kRows * stride_of(inputs) * 3 / 2 + products + scaling) * sizeof(float);
+    return ((kRows * 3 + kPassTokens) * stride_of(inputs) / 2 + products + scaling) * sizeof(float);
   }
   static Scratch at(std::uint8_t* memory, std::size_t inputs, std::uint64_t call = 0) {
     float* tile = reinterpret_cast<float*>(memory);
     float* sums = tile + kRows * stride_of(inputs);
     float* scales = sums + kSums;
     float* x_sums = scales + 2 * kRows * steps_of(inputs);
-    return {tile, sums, scales, x_sums, x_sums + kPassTokens * steps_of(inputs), steps_of(inputs), memory + bytes(inputs), call};
+    float* codes = x_sums + kPassTokens * steps_of(inputs);
+    float* ordered = codes + kRows * stride_of(inputs) / 2;
+    return {tile, sums, scales, x_sums, codes, ordered, steps_of(inputs), memory + bytes(inputs), call};
   }
 };
 

@@ -90,7 +90,8 @@ struct InBytes : Avx512Bf16 {
 };
 
 std::size_t rows_in_bytes(const Matrix& m) {
-  return in_bytes(static_cast<Encoding>(m.encoding)) && is_in_spans(m) ? rows_of_task(static_cast<std::size_t>(m.row_bytes)) : kChunkRows;
+  const bool bytes = in_bytes(static_cast<Encoding>(m.encoding)) && is_in_spans(m);
+  return bytes ? rows_of_task(static_cast<std::size_t>(m.row_bytes)) : kernels_avx512bf16().most_rows(m);
 }
 
 }  // namespace

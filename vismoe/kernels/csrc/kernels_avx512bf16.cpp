@@ -10,7 +10,7 @@ namespace {
 using S = Avx512Bf16;
 
 constexpr std::size_t kBlockRows = 8, kBlockGroups = 3;  // whose sums fit in registers
-constexpr std::size_t kBlockInputs = 256;                // of which a block's groups stay in the L1 cache
+constexpr std::size_t kBlockInputs = 2048;               // of which a block's groups stay in the L2 cache
 
 // Eight rows and up to three groups of tokens. The last group takes half a vector if it has at most eight tokens (kHalf).
 template <std::size_t kGroups, bool kHalf>
@@ -122,6 +122,13 @@ void down_prompt(const Expert& e, const std::uint8_t* record, std::size_t begin,
   down<S, true>(e, record, begin, end, tokens, out, true, Scratch::at(scratch, most_inputs), next);
 }
 
+// Rows of which four streams are as long as this: a core's prefetcher begins anew in each.
+constexpr std::size_t kStreamBytes = 64 * 1024, kMostRows = 256;
+std::size_t rows_in_streams(const Matrix& m) {
+  const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes);
+  return least(kRows * ((kStreamBytes + row_bytes - 1) / row_bytes), kMostRows);
+}
+
 }  // namespace
 
 const Multiply* multiplies_avx512bf16() { return MultiplyTable<S, false, std::make_index_sequence<kEncodings>>::of; }
@@ -133,6 +140,7 @@ const Kernels& kernels_avx512bf16() {
     made.prompts = &prompts;
     made.long_prompts = &wide_prompts<InVectors>();
     made.attend_rows = attend_rows<InVectors>;
+    made.most_rows = rows_in_streams;
     made.attend_rows_bytes = AttendedScratch::bytes;
     return made;
   }();

@@ -209,17 +209,21 @@ void down_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, s
   for (std::size_t first = 0; first < tokens.count; first += kWideTokens) {
     const std::size_t n = least(kWideTokens, tokens.count - first);
     const Groups in{static_cast<const std::uint8_t*>(tokens.x) + first * x_bytes, n, x_bytes};
+    const auto place = [&](std::size_t t) { return out + tokens.place(first + t) * columns; };
     multiply_wide<P>(e.down, record, begin, end, in, scratch, next, scratch.sums);
     for (std::size_t g = 0; g < in.count(); g++) {
+      for (std::size_t t = (g + 1) * kTile; t < least((g + 2) * kTile, n); t++) {
+        for (std::size_t i = begin; i < end; i += kTile) __builtin_prefetch(place(t) + i, 1);
+      }
       for (std::size_t i = begin; i < end; i += kTile) {
         const __mmask16 there = first16(least(kTile, end - i));
         __m512i v[16];
         for (std::size_t r = 0; r < kTile; r++) v[r] = _mm512_loadu_si512(scratch.sums + (i - begin + r) * kWideTokens + g * kTile);
         transpose(v);
         for (std::size_t t = 0; t < in.size(g); t++) {
-          const std::size_t token = first + g * kTile + t;
-          float* to = out + tokens.place(token) * columns + i;
-          const __m512 made = _mm512_mul_ps(_mm512_set1_ps(tokens.factors[token]), _mm512_castsi512_ps(v[t]));
+          float* to = place(g * kTile + t) + i;
+          const __m512 factor = _mm512_set1_ps(tokens.factors[first + g * kTile + t]);
+          const __m512 made = _mm512_mul_ps(factor, _mm512_castsi512_ps(v[t]));
           _mm512_mask_storeu_ps(to, there, _mm512_add_ps(_mm512_maskz_loadu_ps(there, to), made));
         }
       }

@@ -252,9 +252,9 @@ struct Avx512Bf16::Decoder {
 };
 
 // ------------------------------------------------------------------ codes of four bits as they lie
-// A lookup reads five bits of a word, wherever the word has others. So the 32 words of 64 bytes, which hold the codes of 128 inputs, are
-// four operands: shifted by 4 k, operand k has code k of each word. Nothing spreads codes out first; inputs are put in this order
-// instead, once for all rows of a task. A lane of a sum has products of neighbouring inputs, and is scaled by their scale.
+// A lookup reads five bits of a word, wherever the word has others. So the 32 words of 64 bytes, which hold the codes of 128 inputs,
+// are four operands: shifted by 4 k, operand k has code k of each word. Nothing spreads codes out first; inputs are put in this
+// order instead, once for all rows of a task. A lane of a sum has products of neighbouring inputs, and is scaled by their scale.
 struct alignas(kAlignment) Places {
   std::uint16_t of[kUnit / 4];
 };
@@ -267,14 +267,14 @@ inline __m512i every_second(int first) {
   return _mm512_add_epi16(_mm512_load_si512(kEven.of), _mm512_set1_epi16(static_cast<short>(first)));
 }
 
-// Of Q4_K the lower halves of 32 bytes are the inputs of a step, and the upper ones those of the next: operands with the same scales
-// are codes 0 and 2 of all words, and codes 1 and 3. Of the others the halves of a byte are an input and the next. `kTile`: operands lie
-// in a tile, one behind the other.
+// Of Q4_K the lower halves of 32 bytes are the inputs of a step, and the upper ones those of the next: operands with the same
+// scales are codes 0 and 2 of all words, and codes 1 and 3. Of the others the halves of a byte are an input and the next. `kTile`:
+// operands lie in a tile, one behind the other.
 template <Encoding E, bool kTile>
 struct Avx512Bf16::InOrder {
   static constexpr bool kHalves = E == kQ4K, kOwnScales = kHalves;  // read in place, with minima
   static constexpr std::size_t kInputs = unit_inputs(E), kUnitBytes = kTile ? kInputs * sizeof(X) : unit_bytes(E);
-  static constexpr std::size_t kGroups = 0, kStep = step_of(E), kScales = kOwnScales ? 16 : kInputs / kStep, kTokens = 4;
+  static constexpr std::size_t kGroups = 0, kStep = step_of(E), kScales = kOwnScales ? 16 : kInputs / kStep, kFewTokens = 4;
   static constexpr int kOfSet = kHalves ? 2 : 4;
   using Tile = InOrder<E, true>;
   struct Scales {  // of a unit: where they are kept, or eight scales and eight minima

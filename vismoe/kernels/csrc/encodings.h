@@ -90,8 +90,8 @@ inline void spread_fp16(const std::uint8_t* p, std::size_t apart, std::size_t co
   for (; i < count; i++) to[i] = fp16_at(p + i * apart);
 }
 
-// to[i] = value(from[i]), bytes, and something up to a multiple of 8. In eights: of loops over bytes compilers make longer vectors than
-// most rows have scales for.
+// to[i] = value(from[i]) for `count` bytes; what lies behind these is written, too, up to a multiple of 8. Eight at a time: of loops
+// over bytes compilers make longer vectors than most rows have scales for.
 template <class F>
 inline void each_of(const std::uint8_t* from, std::size_t count, float* to, F value) {
   for (std::size_t i = 0; i < count; i += 8) {
@@ -109,7 +109,13 @@ inline void each_of(const std::uint8_t* from, std::size_t count, float* to, F va
   }
 }
 
-// Sums have a scale per step of inputs where groups may have `each` steps: to[i] becomes the number of its group.
+// The steps of inputs in a group of so many inputs, at least one.
+inline std::size_t steps_of_group(const Matrix& m, std::size_t step) {
+  const std::size_t inputs = static_cast<std::size_t>(m.group_inputs);
+  return inputs > step ? (inputs + step - 1) / step : 1;
+}
+
+// In place: to[g] is of group g, then to[i] is of the group of step i. From the end, so that nothing is overwritten before it is read.
 inline void spread(std::size_t each, std::size_t steps, float* to) {
   for (std::size_t g = (steps + each - 1) / each, end = steps; each > 1 && g-- > 0; end = g * each) {
     const float of_group = to[g];
@@ -117,10 +123,9 @@ inline void spread(std::size_t each, std::size_t steps, float* to) {
   }
 }
 
-// The scales of the groups of a row, and those of its steps. `steps` numbers, and something up to a multiple of 16.
+// The scales of all steps of a row, of which groups may have several.
 inline void spread_scales(const Matrix& m, const std::uint8_t* scale, std::size_t step, std::size_t steps, float* to) {
-  const std::size_t inputs = static_cast<std::size_t>(m.group_inputs), each = inputs > step ? (inputs + step - 1) / step : 1;
-  const std::size_t groups = (steps + each - 1) / each;
+  const std::size_t each = steps_of_group(m, step), groups = (steps + each - 1) / each;
   switch (m.scale_dtype) {
     case kBf16: for (std::size_t g = 0; g < groups; g++) to[g] = from_bf16(reinterpret_cast<const std::uint16_t*>(scale)[g]); break;
     case kFp16: spread_fp16(scale, 2, groups, to); break;
@@ -150,8 +155,8 @@ inline void eight_times(const std::uint8_t* from, float factor, float* to) {
 }
 
 #if defined(__AVX2__)
-// Of a block of Q4_K or Q5_K, of which these are the first 16 bytes: 8 scales and 8 minima of 6 bits, and their factors, of which that
-// of the minima is negative. In registers: memory that was written in words cannot be read in vectors at once.
+// Of a block of Q4_K or Q5_K, of which these are the first 16 bytes: 8 scales and 8 minima of 6 bits, and their factors, of which
+// that of the minima is negative. In registers: memory that was written in words cannot be read in vectors at once.
 inline __m128i k_bytes(__m128i head) {
   const __m128i low_of = _mm_setr_epi8(4, 5, 6, 7, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m128i high_of = _mm_setr_epi8(-1, -1, -1, -1, 4, 5, 6, 7, -1, -1, -1, -1, 8, 9, 10, 11);
@@ -236,7 +241,7 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
   } else if constexpr (E == kFp8 || E == kW8 || E == kW4 || E == kW4Narrow) {
     spread_scales(m, scale, kStep, steps, scales);
     if (has_minima(m)) {  // codes are q - 8, weights are (q - zero) scale
-      const std::size_t each = static_cast<std::size_t>(m.group_inputs) / kStep;
+      const std::size_t each = steps_of_group(m, kStep);
       const auto centred = [](std::uint32_t zero) { return static_cast<float>(8 - static_cast<std::int32_t>(zero)); };
       each_of(offset, (steps + each - 1) / each, minima, centred);
       spread(each, steps, minima);

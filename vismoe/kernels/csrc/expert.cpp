@@ -357,7 +357,7 @@ class PackedJob : public Job {
     }
     packing_left_.fetch_sub(1, std::memory_order_release);
   }
-  // Outputs of one task with so many rows each. `section` not negative: rows that are decoded first, for which there is room for some.
+  // Outputs of one task with so many rows each. `section` not negative: a task's rows are decoded first, into room for kChunkRows.
   std::size_t most_rows(const Matrix& m, std::int32_t section = -1, std::size_t rows_of_one = 1) const {
     if (kernels_.most_rows == nullptr || section >= 0) return kChunkRows;
     return std::max(kernels_.most_rows(m) / rows_of_one / 16 * 16, kChunkRows);

@@ -13,8 +13,10 @@
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
 //   sums(const float*), scaled_sum(Sum, Part, Sum scale), ones(), an Operand
 //   scale<step>(const float*)      the scales of the sums of one Operand's products
-//   InOrder<Encoding>              for encodings of which in_order(Encoding) is true: a Decoder that takes inputs in another order, to which
-//                                  order(const X*, X*) brings those of kUnit; see there
+//   InOrder<Encoding>              where in_order(Encoding): a Decoder, for up to kFewTokens, that takes inputs in an order of its own, to
+//                                  which order(const X*, X*) brings those of kUnit; kOfSet operands share scale(Scales, set), with
+//                                  scales(unit, kScales numbers); Tile, the same of decoded rows; kOwnScales: the unit has the scales,
+//                                  which keep_scales(unit, to) keeps for a Tile, and minima, see add_minima
 //   times(Sum, Sum)                if its inputs are words; also words<signed>(Codes, whether the odd ones; both if they fit), and for
 //                                  scales that are integers, of which a Sum holds the bits: add_times(Part, Part, scale), whole(Operand, scale),
 //                                  of_word(a float16), in every lane and times kOfWord
@@ -311,7 +313,7 @@ inline void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in,
   for (std::size_t r = 0; r < R; r++) {
     scaling[r] = D::scaling(units[r]);
     scales_of[r] = scales + r * room;
-    asm volatile("" : "+r"(scales_of[r]));  // or compilers keep the address of every scale, which takes more registers than there are
+    asm volatile("" : "+r"(scales_of[r]));  // or compilers keep the address of each scale, for which registers do not suffice
   }
 #pragma GCC unroll 16
   for (int s = 0; s < static_cast<int>(D::kInputs) / kLanes / kOperands; s++) {
@@ -339,18 +341,18 @@ inline void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in,
   }
 }
 
-// The same where inputs lie in the order of a decoder, whose operands have scales in sets of kOfSet. `steps`: the sums of inputs that belong
-// to the minima of the unit.
+// The same where inputs lie in the order of a decoder, whose operands have scales in sets of kOfSet. `input_sums`: of the steps of the
+// unit, for its minima.
 template <class S, class D, std::size_t R, std::size_t N>
 inline void ordered_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
-                         std::size_t room, const float* steps, typename S::Sum (&sums)[N][R]) {
+                         std::size_t room, const float* input_sums, typename S::Sum (&sums)[N][R]) {
   constexpr int kOperands = static_cast<int>(D::kInputs) / S::kLanes, kOfSet = D::kOfSet;
   typename D::Scales of[R];
 #pragma GCC unroll 8
   for (std::size_t r = 0; r < R; r++) {
     of[r] = D::scales(units[r], scales + r * room);
 #pragma GCC unroll 8
-    for (std::size_t n = 0; D::kOwnScales && n < N; n++) sums[n][r] = D::add_minima(sums[n][r], of[r], steps + n * in.room);
+    for (std::size_t n = 0; D::kOwnScales && n < N; n++) sums[n][r] = D::add_minima(sums[n][r], of[r], input_sums + n * in.room);
   }
 #pragma GCC unroll 4
   for (int set = 0; set < kOperands / kOfSet; set++) {
@@ -480,8 +482,8 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
       restored_step<S, D::kEncoding, R, N>(units, in.x + u * D::kInputs, in.stride, s.scales + at, minima, s.room, sums);
     } else if constexpr (is_ordered<D>) {
       const float* scales = rows.sums.scales + first * rows.sums.room + u * D::kScales;
-      const float* steps = in.sums + u * (D::kInputs / D::kStep);
-      ordered_step<S, D, R, N>(units, in, u * D::kInputs, scales, rows.sums.room, steps, sums);
+      const float* input_sums = in.sums + u * (D::kInputs / D::kStep);
+      ordered_step<S, D, R, N>(units, in, u * D::kInputs, scales, rows.sums.room, input_sums, sums);
     } else if constexpr (D::kStep > 0) {
       const float* scales = rows.sums.scales + first * rows.sums.room + u * (D::kInputs / D::kStep);
       if constexpr (is_whole<D>) whole_step<S, D, R, N>(units, in, u * D::kInputs, scales, rows.sums.room, sums);
@@ -692,7 +694,7 @@ void order_inputs(Inputs<X>& in, std::size_t inputs, std::size_t n, X* to) {
 // The tokens for which D decodes in registers.
 template <class S, class D>
 constexpr std::size_t decoding_tokens() {
-  if constexpr (is_ordered<D>) return D::kTokens;
+  if constexpr (is_ordered<D>) return D::kFewTokens;
   else return D::kStep > 0 ? S::kScaledDecodingTokens : S::kDecodingTokens;
 }
 

@@ -86,10 +86,11 @@ constexpr std::size_t stride_of(std::size_t inputs) { return padded(inputs) + 32
 struct Scratch {
   float* tile;         // [kRows, stride]: decoded rows; or, of 512 inputs or more, [2, 16, steps]: scales and minima of sixteen
   float* sums;         // [pass_tokens(width), width]: products before bias and activation
-  float* scales;       // [2 * kRows, steps]: scales and minima of rows, one for every 16 inputs or more
+  float* scales;       // [2 * kRows, steps]: scales and minima of rows, one for every 16 inputs or more; of decoded rows of Q4_K
+                       // [kRows, steps]: sixteen for each unit of 256 inputs
   float* x_sums;       // [kPassTokens, steps]: the sums of the inputs to which a minimum belongs
   void* codes;         // [kRows, stride] of 16 bits: unpacked codes
-  void* ordered;       // [kPassTokens, stride] of 16 bits: inputs in the order of a decoder
+  void* ordered;       // [kPassTokens, stride] of 16 bits: inputs in the order of a decoder, where it has one
   std::size_t steps;
   void* rest;          // what a set needs beyond that
   std::uint64_t call;  // the number of the call, in which inputs stay as they are

@@ -122,7 +122,8 @@ void down_prompt(const Expert& e, const std::uint8_t* record, std::size_t begin,
   down<S, true>(e, record, begin, end, tokens, out, true, Scratch::at(scratch, most_inputs), next);
 }
 
-// Rows of which four streams are as long as this: a core's prefetcher begins anew in each.
+// A task reads its rows as four streams, and a core's prefetcher begins anew in each: a stream should have so many bytes, unless a
+// task had more rows than kMostRows.
 constexpr std::size_t kStreamBytes = 64 * 1024, kMostRows = 256;
 std::size_t rows_in_streams(const Matrix& m) {
   const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes);

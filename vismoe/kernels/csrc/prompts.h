@@ -212,7 +212,7 @@ void down_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, s
     const auto place = [&](std::size_t t) { return out + tokens.place(first + t) * columns; };
     multiply_wide<P>(e.down, record, begin, end, in, scratch, next, scratch.sums);
     for (std::size_t g = 0; g < in.count(); g++) {
-      for (std::size_t t = (g + 1) * kTile; t < least((g + 2) * kTile, n); t++) {
+      for (std::size_t t = (g + 1) * kTile; t < least((g + 2) * kTile, n); t++) {  // what the next group is added to
         for (std::size_t i = begin; i < end; i += kTile) __builtin_prefetch(place(t) + i, 1);
       }
       for (std::size_t i = begin; i < end; i += kTile) {

@@ -58,8 +58,8 @@ inline float fp16_at(const std::uint8_t* p) {
   return from_fp16(bits);
 }
 
-// Without branches, so that compilers vectorise loops over it.
-inline float from_e4m3(std::uint32_t code) {
+// Without branches, so that compilers vectorise loops over it, which a call would prevent.
+__attribute__((always_inline)) inline float from_e4m3(std::uint32_t code) {
   const std::uint32_t magnitude = code & 0x7fu;
   const std::uint32_t small = 0u - ((magnitude - 8u) >> 31), nan = 0u - ((magnitude + 1u) >> 7);  // all bits or none
   const std::uint32_t denormal = bits_of(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f);
@@ -68,12 +68,12 @@ inline float from_e4m3(std::uint32_t code) {
 }
 
 // 2^(exponent - 128), because codes of E2M1 are doubled here; down to the denormal 2^-128. Without branches, as above.
-inline float half_from_e8m0(std::uint32_t exponent) {
+__attribute__((always_inline)) inline float half_from_e8m0(std::uint32_t exponent) {
   const std::uint32_t denormal = 0u - ((exponent - 2u) >> 31);  // all bits or none
   return float_of(((exponent + 1u) << 21 & denormal) | ((exponent - 1u) << 23 & ~denormal));
 }
 
-// to[i] = the float16 at p + i * apart.
+// to[i] = the float16 at p + i * apart; with AVX2, what lies behind these is written, too, up to a multiple of 8.
 inline void spread_fp16(const std::uint8_t* p, std::size_t apart, std::size_t count, float* to) {
   std::size_t i = 0;
 #if defined(__AVX2__)
@@ -82,23 +82,30 @@ inline void spread_fp16(const std::uint8_t* p, std::size_t apart, std::size_t co
     std::memcpy(&bits, p + (i + k) * apart, 2);
     return bits;
   };
+  const auto at_or_0 = [&](std::size_t k) { return i + k < count ? at(k) : short{0}; };
   for (; i + 8 <= count; i += 8) {  // conversions of one number take as long as those of eight
-    const __m128i bits = _mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
+    const __m128i bits = apart == 2 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * 2))
+                                    : _mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(bits));
   }
-#endif
+  if (i < count) {
+    const __m128i rest = _mm_setr_epi16(at_or_0(0), at_or_0(1), at_or_0(2), at_or_0(3), at_or_0(4), at_or_0(5), at_or_0(6), 0);
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(rest));
+  }
+#else
   for (; i < count; i++) to[i] = fp16_at(p + i * apart);
+#endif
 }
 
 // to[i] = value(from[i]) for `count` bytes; what lies behind these is written, too, up to a multiple of 8. Eight at a time: of loops
-// over bytes compilers make longer vectors than most rows have scales for.
+// over bytes compilers make longer vectors than most rows have scales for. Not inlined, so that what surrounds it changes nothing.
 template <class F>
-inline void each_of(const std::uint8_t* from, std::size_t count, float* to, F value) {
-  for (std::size_t i = 0; i < count; i += 8) {
+__attribute__((noinline)) void each_of(const std::uint8_t* from, std::size_t count, float* to, F value) {
+  const auto put_eight = [&](std::size_t i, std::size_t there) {
     std::uint64_t bytes = 0;
-    std::memcpy(&bytes, from + i, count - i < 8 ? count - i : 8);
     std::uint32_t eight[8];
     float values[8];
+    std::memcpy(&bytes, from + i, there);
 #if defined(__AVX2__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(eight), _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<long long>(bytes))));
 #else
@@ -106,7 +113,10 @@ inline void each_of(const std::uint8_t* from, std::size_t count, float* to, F va
 #endif
     for (std::size_t k = 0; k < 8; k++) values[k] = value(eight[k]);
     std::memcpy(to + i, values, sizeof values);
-  }
+  };
+  std::size_t i = 0;
+  for (; i + 8 <= count; i += 8) put_eight(i, 8);
+  if (i < count) put_eight(i, count - i);
 }
 
 // The steps of inputs in a group of so many inputs, at least one.
@@ -126,11 +136,11 @@ inline void spread(std::size_t each, std::size_t steps, float* to) {
 // The scales of all steps of a row, of which groups may have several.
 inline void spread_scales(const Matrix& m, const std::uint8_t* scale, std::size_t step, std::size_t steps, float* to) {
   const std::size_t each = steps_of_group(m, step), groups = (steps + each - 1) / each;
-  switch (m.scale_dtype) {
-    case kBf16: for (std::size_t g = 0; g < groups; g++) to[g] = from_bf16(reinterpret_cast<const std::uint16_t*>(scale)[g]); break;
-    case kFp16: spread_fp16(scale, 2, groups, to); break;
-    default: std::memcpy(to, scale, groups * sizeof(float));
-  }
+  const Dtype dtype = static_cast<Dtype>(m.scale_dtype);
+  if (groups == 1) to[0] = value_at(scale, dtype, 0);
+  else if (dtype == kFp32) std::memcpy(to, scale, groups * sizeof(float));
+  else if (dtype == kFp16) spread_fp16(scale, 2, groups, to);
+  else for (std::size_t g = 0; g < groups; g++) to[g] = value_at(scale, kBf16, g);
   spread(each, steps, to);
 }
 
@@ -248,7 +258,7 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
       for (std::size_t s = 0; s < steps; s++) minima[s] *= scales[s];
     }
   } else if constexpr (E == kMxFp4) {
-    each_of(scale, steps, scales, half_from_e8m0);
+    each_of(scale, steps, scales, [](std::uint32_t exponent) { return half_from_e8m0(exponent); });
   } else if constexpr (E == kNvFp4) {
     float factor;
     std::memcpy(&factor, offset, 4);

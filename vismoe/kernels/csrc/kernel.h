@@ -23,7 +23,7 @@
 //   restore<Encoding>(unit, scales, minima, to)   if it restores weights for prompts: to(j, Operand j of the weights of a unit)
 //   multiply_of(Encoding)          if it multiplies by other functions than these
 //
-// Every output is one chain of dot products over the inputs in order, whichever rows or tokens share the loop: a result depends
+// Every output is one chain of dot products over the inputs in an order of its decoder, whichever rows or tokens share the loop: it depends
 // on the weights and its own x only, not on the number of tokens or threads.
 
 #pragma once
@@ -299,6 +299,21 @@ inline void turn_to(const Inputs<typename S::X>& in, std::size_t u, typename S::
   }
 }
 
+// parts[n] = the products of operands begin .. end of a unit and the inputs of token n, of which x is the unit's first.
+template <class S, class D, std::size_t N>
+__attribute__((always_inline)) inline void multiply_operands(const std::uint8_t* codes, const typename D::Scaling& scaling, int begin,
+                                                             int end, const typename S::X* x, std::size_t stride,
+                                                             typename S::Part (&parts)[N]) {
+#pragma GCC unroll 8
+  for (std::size_t n = 0; n < N; n++) parts[n] = typename S::Part{};
+#pragma GCC unroll 16
+  for (int j = begin; j < end; j++) {
+    const typename S::Operand weights = D::decode(codes, j, scaling);
+#pragma GCC unroll 8
+    for (std::size_t n = 0; n < N; n++) parts[n] = S::dot(parts[n], weights, S::load(x + n * stride + j * S::kLanes));
+  }
+}
+
 // The same for codes that are not scaled: a step's products are summed, and the sum is scaled. `first`: the input of the first code.
 template <class S, class D, std::size_t R, std::size_t N>
 inline void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
@@ -324,16 +339,7 @@ inline void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in,
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < R; r++) {
       typename S::Part parts[N];
-#pragma GCC unroll 8
-      for (std::size_t n = 0; n < N; n++) parts[n] = typename S::Part{};
-#pragma GCC unroll 16
-      for (int j = s * kOperands; j < (s + 1) * kOperands; j++) {
-        const typename S::Operand weights = D::decode(units[r].codes, j, scaling[r]);
-#pragma GCC unroll 8
-        for (std::size_t n = 0; n < N; n++) {
-          parts[n] = S::dot(parts[n], weights, S::load(in.x + n * in.stride + first + j * kLanes));
-        }
-      }
+      multiply_operands<S, D>(units[r].codes, scaling[r], s * kOperands, (s + 1) * kOperands, in.x + first, in.stride, parts);
       const typename S::Sum scale = S::template scale<kStep>(scales_of[r] + s * kScales);
 #pragma GCC unroll 8
       for (std::size_t n = 0; n < N; n++) sums[n][r] = S::scaled_sum(sums[n][r], parts[n], scale);
@@ -359,16 +365,7 @@ inline void ordered_step(const Unit (&units)[R], const Inputs<typename S::X>& in
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < R; r++) {
       typename S::Part parts[N];
-#pragma GCC unroll 8
-      for (std::size_t n = 0; n < N; n++) parts[n] = typename S::Part{};
-#pragma GCC unroll 4
-      for (int j = set * kOfSet; j < (set + 1) * kOfSet; j++) {
-        const typename S::Operand weights = D::decode(units[r].codes, j, {});
-#pragma GCC unroll 8
-        for (std::size_t n = 0; n < N; n++) {
-          parts[n] = S::dot(parts[n], weights, S::load(in.x + n * in.stride + first + j * S::kLanes));
-        }
-      }
+      multiply_operands<S, D>(units[r].codes, {}, set * kOfSet, (set + 1) * kOfSet, in.x + first, in.stride, parts);
       const typename S::Sum scale = D::scale(of[r], set);
 #pragma GCC unroll 8
       for (std::size_t n = 0; n < N; n++) sums[n][r] = S::scaled_sum(sums[n][r], parts[n], scale);
@@ -393,16 +390,8 @@ inline void whole_step(const Unit (&units)[R], const Inputs<typename S::X>& in, 
 #pragma GCC unroll 8
       for (std::size_t s = u * kSpans; s < (u + 1) * kSpans; s++) {
         typename S::Part parts[N];
-#pragma GCC unroll 8
-        for (std::size_t n = 0; n < N; n++) parts[n] = typename S::Part{};
-#pragma GCC unroll 4
-        for (std::size_t j = s * kOperands; j < (s + 1) * kOperands; j++) {
-          const typename S::Operand weights = D::decode(units[r].codes, static_cast<int>(j), {});
-#pragma GCC unroll 8
-          for (std::size_t n = 0; n < N; n++) {
-            parts[n] = S::dot(parts[n], weights, S::load(in.x + n * in.stride + first + j * S::kLanes));
-          }
-        }
+        multiply_operands<S, D>(units[r].codes, {}, static_cast<int>(s * kOperands), static_cast<int>((s + 1) * kOperands),
+                                in.x + first, in.stride, parts);
         const typename S::Sum scale = S::template scale<D::kStep>(scales + r * room + s * kWordSpan / D::kStep);
 #pragma GCC unroll 8
         for (std::size_t n = 0; n < N; n++) totals[n] = S::add_times(totals[n], parts[n], scale);

@@ -3,11 +3,18 @@
 
 #pragma once
 
-#include "avx512.h"
-#include "kernel.h"
+#include "in_order.h"
 
 namespace vismoe {
 namespace {
+
+constexpr std::uint16_t bf16_of(int value) {  // at most 256
+  if (value == 0) return 0;
+  int magnitude = value < 0 ? -value : value, exponent = 134;
+  for (; magnitude < 128; exponent--) magnitude *= 2;
+  for (; magnitude > 255; exponent++) magnitude /= 2;
+  return static_cast<std::uint16_t>((value < 0 ? 0x8000 : 0) | exponent << 7 | (magnitude & 127));
+}
 
 struct Avx512Bf16 {
   using X = std::uint16_t;
@@ -37,9 +44,14 @@ struct Avx512Bf16 {
 
   template <Encoding E>
   struct Decoder;
-  template <Encoding E, bool kTile = false>
-  struct InOrder;
-  static constexpr bool in_order(Encoding e) { return e == kQ4K || e == kW4 || e == kW4Narrow || e == kMxFp4 || e == kNvFp4; }
+  template <Encoding E>
+  using InOrder = CodesInOrder<Avx512Bf16, E>;
+  static constexpr bool in_order(Encoding e) {
+    return e == kQ4K || e == kW4 || e == kW4Narrow || e == kMxFp4 || e == kNvFp4 || e == kIq4Xs || is_in_blocks(e);
+  }
+  static constexpr std::size_t place_of_input(std::size_t i) { return i; }  // in a packed row
+  static constexpr std::uint16_t number(int value) { return bf16_of(value); }
+  static __m512bh look_up(__m512i words, __m512i numbers) { return (__m512bh)_mm512_permutexvar_epi16(words, numbers); }
   template <Encoding E, class F>
   static void restore(const Unit& unit, const float* scales, const float* minima, F to);
 };
@@ -103,18 +115,6 @@ struct Avx512Bf16::Decoder<kInt2> {
 };
 
 // ------------------------------------------------------------------ codes that become bfloat16 as they are
-constexpr std::uint16_t bf16_of(int value) {  // at most 256
-  if (value == 0) return 0;
-  int magnitude = value < 0 ? -value : value, exponent = 134;
-  for (; magnitude < 128; exponent--) magnitude *= 2;
-  for (; magnitude > 255; exponent++) magnitude /= 2;
-  return static_cast<std::uint16_t>((value < 0 ? 0x8000 : 0) | exponent << 7 | (magnitude & 127));
-}
-
-template <int kCodes>
-struct alignas(kAlignment) Table {
-  std::uint16_t of[kCodes];
-};
 template <int kCodes, class F>
 constexpr Table<kCodes> table(F value) {
   Table<kCodes> made{};
@@ -137,9 +137,6 @@ constexpr Table<32> kSmallE4m3 = {{0x7fc0, 0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x
 inline __m512bh values_in(const Table<32>& table, __m512i words) {
   return (__m512bh)_mm512_permutexvar_epi16(words, _mm512_load_si512(table.of));
 }
-
-inline __m128i load16(const std::uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-inline __m256i load32(const std::uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
 // 16 bytes as 32 words whose low four bits are codes: the halves of each byte.
 inline __m512i pairs_of(const std::uint8_t* p) {
@@ -248,97 +245,6 @@ struct Avx512Bf16::Decoder {
   }
   static __m512i quarter_of(const std::uint8_t* p, int j) {  // 32 bytes hold the codes of 128 inputs, the lowest bits first
     return _mm512_srli_epi16(words_of_bytes(p + j / 4 * 32), static_cast<unsigned>(j % 4 * 2));
-  }
-};
-
-// ------------------------------------------------------------------ codes of four bits as they lie
-// A lookup reads five bits of a word, wherever the word has others. So the 32 words of 64 bytes, which hold the codes of 128 inputs,
-// are four operands: shifted by 4 k, operand k has code k of each word. Nothing spreads codes out first; inputs are put in this
-// order instead, once for all rows of a task. A lane of a sum has products of neighbouring inputs, and is scaled by their scale.
-struct alignas(kAlignment) Places {
-  std::uint16_t of[kUnit / 4];
-};
-inline __m512i every_second(int first) {
-  static constexpr Places kEven = [] {
-    Places made{};
-    for (int i = 0; i < 32; i++) made.of[i] = static_cast<std::uint16_t>(2 * i);
-    return made;
-  }();
-  return _mm512_add_epi16(_mm512_load_si512(kEven.of), _mm512_set1_epi16(static_cast<short>(first)));
-}
-
-// Of Q4_K the lower halves of 32 bytes are the inputs of a step, and the upper ones those of the next: operands with the same
-// scales are codes 0 and 2 of all words, and codes 1 and 3. Of the others the halves of a byte are an input and the next. `kTile`:
-// operands lie in a tile, one behind the other.
-template <Encoding E, bool kTile>
-struct Avx512Bf16::InOrder {
-  static constexpr bool kHalves = E == kQ4K, kOwnScales = kHalves;  // read in place, with minima
-  static constexpr std::size_t kInputs = unit_inputs(E), kUnitBytes = kTile ? kInputs * sizeof(X) : unit_bytes(E);
-  static constexpr std::size_t kGroups = 0, kStep = step_of(E), kScales = kOwnScales ? 16 : kInputs / kStep, kFewTokens = 4;
-  static constexpr int kOfSet = kHalves ? 2 : 4;
-  using Tile = InOrder<E, true>;
-  struct Scales {  // of a unit: where they are kept, or eight scales and eight minima
-    const float* kept;
-    __m512 sixteen;
-  };
-  struct Scaling {};
-  static Scaling scaling(const Unit&) { return {}; }
-
-  static __m512bh decode(const std::uint8_t* unit, int j, const Scaling&) {
-    if constexpr (kTile) return load(reinterpret_cast<const X*>(unit) + j * kLanes);
-    const int code = kHalves ? j % 2 * 2 + j / 2 % 2 : j % 4;
-    const __m512i words = _mm512_loadu_si512(unit + (kHalves ? 16 : 0) + j / 4 * 64);
-    return values_in(*Decoder<E>::kTable, _mm512_srli_epi16(words, static_cast<unsigned>(4 * code)));
-  }
-
-  static void order(const X* x, X* to) {
-    const auto words = [&](int i) { return _mm512_loadu_si512(x + i * kLanes); };
-    const auto put = [&](int j, __m512i a, int first, __m512i b) {
-      _mm512_store_si512(to + j * kLanes, _mm512_permutex2var_epi16(a, every_second(first), b));
-    };
-    if constexpr (kHalves) {
-      for (int j = 0; j < 4; j++) put(j, words(j / 2), j % 2, words(j / 2 + 2));
-    } else {
-      for (int first = 0; first < 2; first++) {
-        const __m512i a = _mm512_permutex2var_epi16(words(0), every_second(first), words(1));
-        const __m512i b = _mm512_permutex2var_epi16(words(2), every_second(first), words(3));
-        put(first, a, 0, b);
-        put(first + 2, a, 1, b);
-      }
-    }
-  }
-
-  static Scales scales(const Unit& unit, const float* kept) {
-    if constexpr (!kOwnScales) return {kept, _mm512_setzero_ps()};
-    else return {nullptr, kTile ? _mm512_loadu_ps(kept) : of_block(unit.codes)};
-  }
-  static __m512 of_block(const std::uint8_t* block) {
-    const __m128i head = load16(block);
-    const __m512i factor_of = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-    const __m512 factors = _mm512_permutexvar_ps(factor_of, _mm512_castps128_ps512(k_factors(head)));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(k_bytes(head))), factors);
-  }
-  static void keep_scales(const Unit& unit, float* to) { _mm512_storeu_ps(to, of_block(unit.codes)); }
-
-  // What the minima of a unit are times these sums of inputs.
-  static __m512 add_minima(__m512 sum, const Scales& scales, const float* inputs) {
-    constexpr __mmask16 kMinima = 0xff00;
-    return _mm512_mask3_fmadd_ps(scales.sixteen, _mm512_maskz_loadu_ps(kMinima, inputs - 8), sum, kMinima);
-  }
-
-  static __m512 scale(const Scales& scales, int set) {
-    if constexpr (kHalves) {
-      const __m512i step = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
-      return _mm512_permutexvar_ps(_mm512_add_epi32(step, _mm512_set1_epi32(set / 2 * 4 + set % 2)), scales.sixteen);
-    } else if constexpr (kStep == kUnit) {
-      return _mm512_set1_ps(*scales.kept);
-    } else if constexpr (kStep == 32) {
-      const __m512i step = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-      return _mm512_permutexvar_ps(step, _mm512_castps128_ps512(_mm_loadu_ps(scales.kept)));
-    } else {
-      const __m512i step = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-      return _mm512_permutexvar_ps(step, _mm512_castps256_ps512(_mm256_loadu_ps(scales.kept)));
-    }
   }
 };
 

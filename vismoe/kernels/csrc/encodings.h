@@ -52,6 +52,8 @@ inline bool has_minima(const Matrix& m) {
 }
 
 // ------------------------------------------------------------------ scales
+constexpr float kOfWord = 0x1p-14f;  // where inputs are words (kernel.h): what a word is times, beside its scale
+
 inline float fp16_at(const std::uint8_t* p) {
   std::uint16_t bits;
   std::memcpy(&bits, p, 2);
@@ -73,8 +75,8 @@ __attribute__((always_inline)) inline float half_from_e8m0(std::uint32_t exponen
   return float_of(((exponent + 1u) << 21 & denormal) | ((exponent - 1u) << 23 & ~denormal));
 }
 
-// to[i] = the float16 at p + i * apart; with AVX2, what lies behind these is written, too, up to a multiple of 8.
-inline void spread_fp16(const std::uint8_t* p, std::size_t apart, std::size_t count, float* to) {
+// to[i] = the float16 at p + i * apart, times a number; with AVX2, what lies behind these is written, too, up to a multiple of 8.
+inline void spread_fp16(const std::uint8_t* p, std::size_t apart, std::size_t count, float times, float* to) {
   std::size_t i = 0;
 #if defined(__AVX2__)
   const auto at = [&](std::size_t k) {
@@ -86,14 +88,14 @@ inline void spread_fp16(const std::uint8_t* p, std::size_t apart, std::size_t co
   for (; i + 8 <= count; i += 8) {  // conversions of one number take as long as those of eight
     const __m128i bits = apart == 2 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * 2))
                                     : _mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(bits));
+    _mm256_storeu_ps(to + i, _mm256_mul_ps(_mm256_cvtph_ps(bits), _mm256_set1_ps(times)));
   }
   if (i < count) {
     const __m128i rest = _mm_setr_epi16(at_or_0(0), at_or_0(1), at_or_0(2), at_or_0(3), at_or_0(4), at_or_0(5), at_or_0(6), 0);
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(rest));
+    _mm256_storeu_ps(to + i, _mm256_mul_ps(_mm256_cvtph_ps(rest), _mm256_set1_ps(times)));
   }
 #else
-  for (; i < count; i++) to[i] = fp16_at(p + i * apart);
+  for (; i < count; i++) to[i] = times * fp16_at(p + i * apart);
 #endif
 }
 
@@ -133,14 +135,14 @@ inline void spread(std::size_t each, std::size_t steps, float* to) {
   }
 }
 
-// The scales of all steps of a row, of which groups may have several.
-inline void spread_scales(const Matrix& m, const std::uint8_t* scale, std::size_t step, std::size_t steps, float* to) {
+// The scales of all steps of a row, of which groups may have several, times a number.
+inline void spread_scales(const Matrix& m, const std::uint8_t* scale, std::size_t step, std::size_t steps, float times, float* to) {
   const std::size_t each = steps_of_group(m, step), groups = (steps + each - 1) / each;
   const Dtype dtype = static_cast<Dtype>(m.scale_dtype);
-  if (groups == 1) to[0] = value_at(scale, dtype, 0);
-  else if (dtype == kFp32) std::memcpy(to, scale, groups * sizeof(float));
-  else if (dtype == kFp16) spread_fp16(scale, 2, groups, to);
-  else for (std::size_t g = 0; g < groups; g++) to[g] = value_at(scale, kBf16, g);
+  if (groups == 1) to[0] = times * value_at(scale, dtype, 0);
+  else if (dtype == kFp32) for (std::size_t g = 0; g < groups; g++) to[g] = times * value_at(scale, kFp32, g);
+  else if (dtype == kFp16) spread_fp16(scale, 2, groups, times, to);
+  else for (std::size_t g = 0; g < groups; g++) to[g] = times * value_at(scale, kBf16, g);
   spread(each, steps, to);
 }
 
@@ -226,46 +228,49 @@ inline void q2_scales(const std::uint8_t* block, float* scales, float* minima) {
   }
 }
 
-// The 8 scales of a block of IQ4_XS, of 6 bits less 32.
+// The 8 scales of a block of IQ4_XS, of 6 bits less 32, times a number.
 template <bool kWhole>
-inline void iq4_scales(const std::uint8_t* block, float* scales) {
+inline void iq4_scales(const std::uint8_t* block, float times, float* scales) {
   std::uint8_t bytes[8];
   for (int i = 0; i < 8; i++) {
     const int low = block[4 + i / 2] >> i % 2 * 4 & 15, high = block[2 + i / 4] >> i % 4 * 2 & 3;
     bytes[i] = static_cast<std::uint8_t>((low | high << 4) - 32);
   }
-  eight_times<std::int8_t, kWhole>(bytes, fp16_at(block), scales);
+  eight_times<std::int8_t, kWhole>(bytes, times * fp16_at(block), scales);
 }
 
 // The scales of one row, and its minima if there are any; zeros after them, up to a multiple of 16. `kWhole`: see `k_scales`.
-template <Encoding E, bool kWhole = false>
+// `kWords`: scales, but not minima, are times kOfWord. At once, because memory that was written in parts is read late in whole vectors.
+template <Encoding E, bool kWhole = false, bool kWords = false>
 inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t row, float* scales, float* minima) {
+  static_assert(!kWords || !kWhole);
+  constexpr float kTimes = kWords ? kOfWord : 1.0f;
   constexpr std::size_t kStep = step_of(E);
   const std::size_t inputs = static_cast<std::size_t>(m.inputs), steps = (inputs + kStep - 1) / kStep;
   const std::uint8_t* codes = record + m.codes + row * static_cast<std::size_t>(m.row_bytes);
   const std::uint8_t* scale = record + m.scale + row * m.scale_bytes();
   const std::uint8_t* offset = record + m.offset + row * m.offset_bytes();
   if constexpr (E <= kInt2) {
-    spread_scales(m, scale, kStep, steps, scales);
-    spread_scales(m, offset, kStep, steps, minima);
+    spread_scales(m, scale, kStep, steps, kTimes, scales);
+    spread_scales(m, offset, kStep, steps, 1.0f, minima);
   } else if constexpr (E == kFp8 || E == kW8 || E == kW4 || E == kW4Narrow) {
-    spread_scales(m, scale, kStep, steps, scales);
+    spread_scales(m, scale, kStep, steps, kTimes, scales);
     if (has_minima(m)) {  // codes are q - 8, weights are (q - zero) scale
       const std::size_t each = steps_of_group(m, kStep);
       const auto centred = [](std::uint32_t zero) { return static_cast<float>(8 - static_cast<std::int32_t>(zero)); };
       each_of(offset, (steps + each - 1) / each, minima, centred);
       spread(each, steps, minima);
-      for (std::size_t s = 0; s < steps; s++) minima[s] *= scales[s];
+      for (std::size_t s = 0; s < steps; s++) minima[s] *= scales[s] / kTimes;
     }
   } else if constexpr (E == kMxFp4) {
-    each_of(scale, steps, scales, [](std::uint32_t exponent) { return half_from_e8m0(exponent); });
+    each_of(scale, steps, scales, [](std::uint32_t exponent) { return kTimes * half_from_e8m0(exponent); });
   } else if constexpr (E == kNvFp4) {
     float factor;
     std::memcpy(&factor, offset, 4);
-    if (m.divides) each_of(scale, steps, scales, [=](std::uint32_t code) { return 0.5f * (from_e4m3(code) / factor); });
-    else each_of(scale, steps, scales, [=](std::uint32_t code) { return 0.5f * (from_e4m3(code) * factor); });
+    if (m.divides) each_of(scale, steps, scales, [=](std::uint32_t code) { return 0.5f * kTimes * (from_e4m3(code) / factor); });
+    else each_of(scale, steps, scales, [=](std::uint32_t code) { return 0.5f * kTimes * (from_e4m3(code) * factor); });
   } else if constexpr (E == kMxFp4Block) {
-    for (std::size_t s = 0; s < steps; s++) scales[s] = half_from_e8m0(codes[17 * s]);
+    for (std::size_t s = 0; s < steps; s++) scales[s] = kTimes * half_from_e8m0(codes[17 * s]);
   } else if constexpr (E == kQ4K || E == kQ5K) {
     for (std::size_t s = 0; s < steps; s += 8, codes += unit_bytes(E)) k_scales<kWhole>(codes, scales + s, minima + s);
   } else if constexpr (E == kQ6K) {
@@ -278,10 +283,10 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
   } else if constexpr (E == kQ3K) {
     for (std::size_t s = 0; s < steps; s += 16, codes += unit_bytes(E)) q3_scales<kWhole>(codes, scales + s);
   } else if constexpr (E == kIq4Xs) {
-    for (std::size_t s = 0; s < steps; s += 8, codes += unit_bytes(E)) iq4_scales<kWhole>(codes, scales + s);
+    for (std::size_t s = 0; s < steps; s += 8, codes += unit_bytes(E)) iq4_scales<kWhole>(codes, kTimes, scales + s);
   } else {  // blocks of 32 that begin with float16: the scale, and the minimum if there is one
-    spread_fp16(codes, unit_bytes(E) / 4, steps, scales);
-    if constexpr (E == kQ4_1 || E == kQ5_1) spread_fp16(codes + 2, unit_bytes(E) / 4, steps, minima);
+    spread_fp16(codes, unit_bytes(E) / 4, steps, kTimes, scales);
+    if constexpr (E == kQ4_1 || E == kQ5_1) spread_fp16(codes + 2, unit_bytes(E) / 4, steps, 1.0f, minima);
   }
   for (std::size_t s = steps; s < round_up(steps, 16); s++) scales[s] = minima[s] = 0.0f;
 }

@@ -152,10 +152,11 @@ State& the_state() {
   return *state;
 }
 
-// Inputs are packed once for all matrices of a call: `fp16`, whether one is kRawFp16, `codes`, whether one has codes.
-const Kernels& kernels_for(Isa isa, Dtype x, bool fp16 = false, bool codes = false) {
+// Inputs are packed once for all matrices of a call: `fp16`, whether one is kRawFp16, `codes`, whether one has codes. `prompt`: functions
+// for prompts serve it, where there are some.
+const Kernels& kernels_for(Isa isa, Dtype x, bool fp16 = false, bool codes = false, bool prompt = false) {
 #if defined(VISMOE_AMX)
-  if (isa == kAmx && x == kBf16 && !fp16) return kernels_amx();
+  if (isa == kAmx && x == kBf16 && !fp16) return codes && !prompt ? kernels_amxwords() : kernels_amx();
 #endif
 #if defined(__x86_64__)
   if (isa >= kAvx512Bf16 && x == kBf16 && !fp16) return kernels_avx512bf16();
@@ -294,7 +295,7 @@ struct Formats {
     }
     return most;
   }
-  const Kernels& kernels(Isa isa, Dtype x) const {
+  const Kernels& kernels(Isa isa, Dtype x, bool prompt = false) const {
     bool fp16 = false, codes = false;
     for (std::size_t f = 0; f < count; f++) {
       for (const Matrix* m : {&experts[f].up, &experts[f].down}) {
@@ -302,7 +303,7 @@ struct Formats {
         codes = codes || has_codes(m->encoding);
       }
     }
-    return kernels_for(isa, x, fp16, codes);
+    return kernels_for(isa, x, fp16, codes, prompt);
   }
 };
 
@@ -795,7 +796,8 @@ VISMOE_API std::uint32_t vismoe_isas() {
   const bool avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   if (avx512bf16) found |= 1u << kAvx512Bf16;
 #if defined(VISMOE_AMX)
-  if (avx512bf16 && may_use_amx()) found |= 1u << kAmx;
+  const bool words = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi2");
+  if (avx512bf16 && words && may_use_amx()) found |= 1u << kAmx;
 #endif
 #endif
   return found;
@@ -851,7 +853,7 @@ VISMOE_API std::int32_t vismoe_experts(const Expert* experts, std::size_t format
   State& s = the_state();
   const Alone alone(s);
   const Records records{{experts, formats}, n, addresses, precisions, starts};
-  const Kernels& kernels = records.formats.kernels(s.isa, static_cast<Dtype>(dtype));
+  const Kernels& kernels = records.formats.kernels(s.isa, static_cast<Dtype>(dtype), outcome != kApart);
   const Input input{hidden, static_cast<Dtype>(dtype), experts->hidden(), tokens};
   ExpertsJob job(s, kernels, records, input, outcome == kApart ? nullptr : tokens, factors, out, static_cast<Outcome>(outcome));
   job.run_all(s);

@@ -16,7 +16,7 @@
 //   InOrder<Encoding>              where in_order(Encoding): a Decoder, for up to kFewTokens, that takes inputs in an order of its own, to
 //                                  which order(const X*, X*) brings those of kUnit; kOfSet operands share scale(Scales, set), with
 //                                  scales(unit, kScales numbers); Tile, the same of decoded rows; kOwnScales: the unit has the scales,
-//                                  which keep_scales(unit, to) keeps for a Tile, and minima, see add_minima
+//                                  which keep_scales(unit, to) keeps for a Tile; kOwnMinima: and minima, see add_minima
 //   times(Sum, Sum)                if its inputs are words; also words<signed>(Codes, whether the odd ones; both if they fit), and for
 //                                  scales that are integers, of which a Sum holds the bits: add_times(Part, Part, scale), whole(Operand, scale),
 //                                  of_word(a float16), in every lane and times kOfWord
@@ -41,6 +41,7 @@
 namespace vismoe {
 namespace {
 
+#define VISMOE_INLINE __attribute__((always_inline)) inline
 constexpr float kLowest = -std::numeric_limits<float>::infinity();  // the score of what is not visible
 
 // ------------------------------------------------------------------ activations
@@ -131,7 +132,6 @@ constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 // Whether packed inputs are words: integers of 16 bits with a scale for every unit, a power of two: x = word * kOfWord * scale.
 // Sums are in the scale of the unit that is added: `turns` [unit] takes them there from the one before, and the last of them to 1.
 // Of every 32 inputs those with even numbers come first, so that codes of 8 bits become words without a shuffle.
-constexpr float kOfWord = 0x1p-14f;
 constexpr std::size_t kWordSpan = 32;
 // Up to so many tokens codes become words in registers, again for each block of tokens; for more they do so once, in the tile.
 // kTokensOfWhole: if scales are integers; kTokensOfBytes: if codes have 8 bits. For other codes it is one block.
@@ -139,11 +139,18 @@ constexpr std::size_t kTokensOfWhole = 4, kTokensOfBytes = 12;
 template <class S>
 constexpr bool has_words = !std::is_same_v<typename S::Part, typename S::Sum>;
 
-// Whether a packed row has words behind its float32 inputs: the set S::Words computes with these where weights are integers.
+// Whether a packed row has words behind its inputs: the set S::Words computes with these where weights are integers.
 template <class S, class = void>
 constexpr bool offers_words = false;
 template <class S>
 constexpr bool offers_words<S, std::void_t<typename S::Words>> = true;
+
+// Whether it does so with weights in an encoding.
+template <class S>
+constexpr bool in_words(std::size_t e) {
+  if constexpr (offers_words<S>) return S::in_words(static_cast<Encoding>(e));
+  else return false;
+}
 
 // Tokens of a block for which weights of 16 bits are decoded in registers, whatever their number; 0: as other weights.
 template <class S, class = void>
@@ -232,11 +239,15 @@ struct Inputs {
   const X* x;
   std::size_t stride;
   const float* sums;
-  std::size_t room, turns_at;  // if inputs are words, from the first of a row: as many as there are
+  std::size_t room, units;
+  const X* turns_from;  // if inputs are words
+  std::size_t turns_apart;
 
-  Inputs from(std::size_t n) const { return {x + n * stride, stride, sums + n * room, room, turns_at}; }
-  std::size_t units() const { return turns_at / kUnit; }
-  const float* turns(std::size_t n) const { return reinterpret_cast<const float*>(x + n * stride + turns_at); }
+  Inputs from(std::size_t n) const {
+    return {x + n * stride, stride, sums + n * room, room, units, turns_from + n * turns_apart, turns_apart};
+  }
+  const float* turns(std::size_t n) const { return reinterpret_cast<const float*>(turns_from + n * turns_apart); }
+  const float* scales(std::size_t n) const { return turns(n) + units + 1; }
 };
 
 // A packed row of words is in this order: words, turns of the units and a last one, scales of the units.
@@ -249,8 +260,10 @@ std::size_t row_bytes(std::size_t inputs) {
 template <class S>
 inline Inputs<typename S::X> inputs_of(const void* rows, std::size_t bytes, std::size_t inputs, const Scratch& scratch) {
   using X = typename S::X;
-  const std::size_t before = has_words<S> ? stride_of(inputs) * sizeof(float) / sizeof(X) : 0;
-  return {static_cast<const X*>(rows) + before, bytes / sizeof(X), scratch.x_sums, scratch.steps, padded(inputs)};
+  const std::size_t stride = bytes / sizeof(X), count = padded(inputs);
+  const X* x = static_cast<const X*>(rows);
+  if constexpr (has_words<S>) x += stride_of(inputs) * sizeof(typename S::Numbers) / sizeof(X);
+  return {x, stride, scratch.x_sums, scratch.steps, count / kUnit, x + count, stride};
 }
 
 template <class D>
@@ -270,7 +283,7 @@ inline void prefetch(const std::uint8_t* from) {
 }
 
 template <class S, class D, std::size_t R, std::size_t N>
-inline void unit_step(const Unit (&units)[R], const typename S::X* x, std::size_t stride, typename S::Sum (&sums)[N][R]) {
+VISMOE_INLINE void unit_step(const Unit (&units)[R], const typename S::X* x, std::size_t stride, typename S::Sum (&sums)[N][R]) {
   typename D::Scaling scaling[R];
 #pragma GCC unroll 8
   for (std::size_t r = 0; r < R; r++) scaling[r] = D::scaling(units[r]);
@@ -290,7 +303,7 @@ inline void unit_step(const Unit (&units)[R], const typename S::X* x, std::size_
 
 // Takes sums to the scale of unit u of the words; u may be their number.
 template <class S, std::size_t R, std::size_t N>
-inline void turn_to(const Inputs<typename S::X>& in, std::size_t u, typename S::Sum (&sums)[N][R]) {
+VISMOE_INLINE void turn_to(const Inputs<typename S::X>& in, std::size_t u, typename S::Sum (&sums)[N][R]) {
 #pragma GCC unroll 8
   for (std::size_t n = 0; n < N; n++) {
     const typename S::Sum factor = S::every(in.turns(n) + u);
@@ -316,7 +329,7 @@ __attribute__((always_inline)) inline void multiply_operands(const std::uint8_t*
 
 // The same for codes that are not scaled: a step's products are summed, and the sum is scaled. `first`: the input of the first code.
 template <class S, class D, std::size_t R, std::size_t N>
-inline void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
+VISMOE_INLINE void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
                         std::size_t room, typename S::Sum (&sums)[N][R]) {
   constexpr int kLanes = S::kLanes, kStep = static_cast<int>(D::kStep);
   constexpr int kSpan = has_words<S> ? static_cast<int>(kWordSpan) : kLanes;
@@ -348,20 +361,26 @@ inline void scaled_step(const Unit (&units)[R], const Inputs<typename S::X>& in,
 }
 
 // The same where inputs lie in the order of a decoder, whose operands have scales in sets of kOfSet. `input_sums`: of the steps of the
-// unit, for its minima.
+// unit, for its minima; if inputs are words, in the scale of the last of its units of words.
 template <class S, class D, std::size_t R, std::size_t N>
-inline void ordered_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
+VISMOE_INLINE void ordered_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
                          std::size_t room, const float* input_sums, typename S::Sum (&sums)[N][R]) {
   constexpr int kOperands = static_cast<int>(D::kInputs) / S::kLanes, kOfSet = D::kOfSet;
+  constexpr std::size_t kLast = has_words<S> ? D::kInputs - kUnit : 0;
   typename D::Scales of[R];
 #pragma GCC unroll 8
-  for (std::size_t r = 0; r < R; r++) {
-    of[r] = D::scales(units[r], scales + r * room);
-#pragma GCC unroll 8
-    for (std::size_t n = 0; D::kOwnScales && n < N; n++) sums[n][r] = D::add_minima(sums[n][r], of[r], input_sums + n * in.room);
-  }
+  for (std::size_t r = 0; r < R; r++) of[r] = D::scales(units[r], scales + r * room);
 #pragma GCC unroll 4
   for (int set = 0; set < kOperands / kOfSet; set++) {
+    const std::size_t at = static_cast<std::size_t>(set * kOfSet * S::kLanes);
+    if constexpr (has_words<S>) {
+      if (at % kUnit == 0) turn_to<S, R, N>(in, (first + at) / kUnit, sums);
+    }
+#pragma GCC unroll 8
+    for (std::size_t r = 0; D::kOwnMinima && at == kLast && r < R; r++) {
+#pragma GCC unroll 8
+      for (std::size_t n = 0; n < N; n++) sums[n][r] = D::add_minima(sums[n][r], of[r], input_sums + n * in.room);
+    }
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < R; r++) {
       typename S::Part parts[N];
@@ -376,7 +395,7 @@ inline void ordered_step(const Unit (&units)[R], const Inputs<typename S::X>& in
 // The same with words, for codes whose scales are integers: these multiply sums that are integers, 128 inputs are summed, and the
 // factor of the unit multiplies the sum.
 template <class S, class D, std::size_t R, std::size_t N>
-inline void whole_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
+VISMOE_INLINE void whole_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
                        std::size_t room, typename S::Sum (&sums)[N][R]) {
   constexpr std::size_t kOperands = kWordSpan / S::kLanes, kSpans = kUnit / kWordSpan;
 #pragma GCC unroll 2
@@ -405,7 +424,7 @@ inline void whole_step(const Unit (&units)[R], const Inputs<typename S::X>& in, 
 
 // The same with restored weights. `minima` null: there are none.
 template <class S, Encoding E, std::size_t R, std::size_t N>
-inline void restored_step(const Unit (&units)[R], const typename S::X* x, std::size_t stride, const float* scales,
+VISMOE_INLINE void restored_step(const Unit (&units)[R], const typename S::X* x, std::size_t stride, const float* scales,
                           const float* minima, std::size_t room, typename S::Sum (&sums)[N][R]) {
 #pragma GCC unroll 8
   for (std::size_t r = 0; r < R; r++, scales += room, minima += minima ? room : 0) {
@@ -430,6 +449,10 @@ template <class D, class = void>
 constexpr bool has_own_scales = false;
 template <class D>
 constexpr bool has_own_scales<D, std::enable_if_t<D::kOwnScales>> = true;
+template <class D, class = void>
+constexpr bool has_own_minima = false;
+template <class D>
+constexpr bool has_own_minima<D, std::enable_if_t<D::kOwnMinima>> = true;
 
 template <class S, Encoding E, class = void>
 struct DecoderFor {
@@ -463,7 +486,7 @@ constexpr bool is_restored<Restored<S, E>> = true;
 // y[n, r] for R rows and N tokens, from first input to last.
 template <class S, class D, std::size_t R, std::size_t N>
 void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& in, float* y, std::size_t y_stride) {
-  const auto step = [&](const Unit(&units)[R], std::size_t u, typename S::Sum(&sums)[N][R]) {
+  const auto step = [&](const Unit(&units)[R], std::size_t u, typename S::Sum(&sums)[N][R]) __attribute__((always_inline)) {
     if constexpr (is_restored<D>) {
       const SumScales& s = rows.sums;
       const std::size_t at = first * s.room + u * (D::kInputs / D::kStep);
@@ -501,7 +524,7 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
     for (std::size_t r = 0; r < R; r++) units[r] = rest_of(rows, first + r);
     step(units, rows.units, sums);
   }
-  if constexpr (has_words<S>) turn_to<S, R, N>(in, in.units(), sums);
+  if constexpr (has_words<S>) turn_to<S, R, N>(in, in.units, sums);
   if constexpr (D::kStep > 0 && !is_restored<D> && !has_own_scales<D>) {
     constexpr std::size_t kLanes = sizeof(typename S::Sum) / sizeof(float);
     for (std::size_t s = 0; rows.sums.minima != nullptr && s < rows.sums.steps; s += kLanes) {
@@ -653,7 +676,7 @@ void sum_inputs(const Inputs<typename S::X>& in, std::size_t inputs, std::size_t
           const std::size_t second = (s + k) * kStep % kSpan / kStep;
           typename S::Part part{};
           for (std::size_t i = 0; i < kSpan; i += S::kLanes) part = S::dot(part, S::ones(), S::load(x - second * kStep + i));
-          const float* scales = in.turns(t) + in.units() + 1;
+          const float* scales = in.scales(t);
           four[k] = S::scaled_sum(four[k], part, S::template scale<kStep>(kOfStep + second));
           four[k] = S::times(four[k], S::every(scales + (s + k) * kStep / kUnit));
         } else if constexpr (kStep < S::kLanes) {
@@ -678,6 +701,18 @@ void order_inputs(Inputs<X>& in, std::size_t inputs, std::size_t n, X* to) {
   }
   in.x = to;
   in.stride = stride;
+}
+
+// Divides the sums of inputs by the scale of D's last unit. No later scale is too small for that (`add_words`).
+template <class D, class X>
+void scale_sums(const Inputs<X>& in, std::size_t n, float* sums) {
+  constexpr std::size_t kUnits = D::kInputs / kUnit, kSteps = D::kInputs / D::kStep;
+  for (std::size_t t = 0; t < n; t++) {
+    for (std::size_t u = kUnits - 1, s = 0; u < in.units; u += kUnits) {
+      const float times = 1.0f / in.scales(t)[u];
+      for (std::size_t end = s + kSteps; s < end; s++) sums[t * in.room + s] *= times;
+    }
+  }
 }
 
 // The tokens for which D decodes in registers.
@@ -770,6 +805,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
     const std::size_t steps = round_up((inputs + D::kStep - 1) / D::kStep, 16), room = scratch.steps;
     rows.sums = {scratch.scales, has_minima(m) ? scratch.scales + kRows * room : nullptr, steps, room};
     if (!kRestored && rows.sums.minima) sum_inputs<S, D::kStep>(in, inputs, n, scratch.x_sums);
+    if constexpr (has_words<S> && has_own_minima<D>) scale_sums<D>(in, n, scratch.x_sums);
     if constexpr (is_ordered<D>) order_inputs<D>(in, inputs, n, static_cast<typename S::X*>(scratch.ordered));
   }
   // Rows that are read together are far apart: a hardware prefetcher follows one sequence of addresses in each page of memory.
@@ -785,8 +821,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
       for (std::size_t r = 0; r < count; r++) {
         float* scales = scratch.scales + r * scratch.steps;
         constexpr bool kWhole = is_whole<D>;
-        read_scales<E, kWhole>(m, record, row + r * apart, scales, scales + kRows * scratch.steps);
-        for (std::size_t s = 0; has_words<S> && !kWhole && s < rows.sums.steps; s++) scales[s] *= kOfWord;
+        read_scales<E, kWhole, has_words<S> && !kWhole>(m, record, row + r * apart, scales, scales + kRows * scratch.steps);
       }
     }
     float* to = y + (row - begin);
@@ -815,7 +850,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
 template <class S, std::size_t E, bool kPrompt>
 constexpr Multiply multiply_for() {
   if constexpr (E == kRawFp16 && sizeof(typename S::X) == 2) return nullptr;  // kernels_for chooses another set
-  else if constexpr (offers_words<S> && has_codes(E)) return multiply_as<typename S::Words, static_cast<Encoding>(E), false>;
+  else if constexpr (in_words<S>(E)) return multiply_as<typename S::Words, static_cast<Encoding>(E), false>;
   else return multiply_as<S, static_cast<Encoding>(E), kPrompt && is_scaled(static_cast<Encoding>(E))>;
 }
 
@@ -857,20 +892,22 @@ constexpr std::uint32_t kLeastOfWords = 17;  // of exponents, which have 127 add
 inline float scale_of_words(std::uint32_t exponent) { return float_of(exponent == 255 ? 0x7fc00000u : exponent << 23); }
 inline float words_in_one(std::uint32_t exponent) { return float_of((268u - exponent) << 23); }
 
-// Adds the words to a packed row of float32. The largest of a unit has 15 bits, so inputs in bfloat16 are exact down to 2^-7 of
+// Adds the words to a packed row. The largest of a unit has 15 bits, so inputs in bfloat16 are exact down to 2^-7 of
 // it, and others are off by 2^-15 of it at most. A unit far below an earlier one has a larger scale than it needs, so that sums
 // which are turned to it stay finite. A number that is not finite becomes a scale that is NaN.
-inline void add_words(float* row, std::size_t inputs) {
+template <class X>
+inline void add_words(X* row, std::size_t inputs) {
   constexpr std::uint32_t kReach = 40, kLeast = kLeastOfWords;
   const std::size_t units = padded(inputs) / kUnit;
   std::int16_t* words = reinterpret_cast<std::int16_t*>(row + stride_of(inputs));
   float *turns = reinterpret_cast<float*>(words + padded(inputs)), *scales = turns + units + 1;
   std::uint32_t exponent = kLeast, most = kLeast;
-  for (std::size_t u = 0; u < units; u++) {
-    const float* x = row + u * kUnit;
-    std::uint32_t largest = 0;
+  for (std::size_t u = 0; u < units; u++, row += kUnit, words += kUnit) {
+    std::uint32_t bits[kUnit], largest = 0;
     for (std::size_t i = 0; i < kUnit; i++) {
-      const std::uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
+      if constexpr (sizeof(X) == 2) bits[i] = static_cast<std::uint32_t>(row[i]) << 16;
+      else bits[i] = bits_of(row[i]);
+      const std::uint32_t magnitude = bits[i] & 0x7fffffffu;
       largest = magnitude > largest ? magnitude : largest;
     }
     if (largest > 0) exponent = largest >> 23;  // zeros fit in every scale
@@ -878,14 +915,15 @@ inline void add_words(float* row, std::size_t inputs) {
     if (exponent + kReach < most) exponent = most - kReach;
     if (exponent < kLeast) exponent = kLeast;
     const float times = words_in_one(exponent);
-    for (std::size_t i = 0; i < kUnit / 2; i++) {
-      const auto word = [&](float value) {  // 1.5 * 2^23 leaves the nearest integer in the low bits; -32768 would let sums overflow
-        const float scaled = value * times, least = scaled > -32767.0f ? scaled : -32767.0f;
-        return static_cast<std::int16_t>(bits_of((least < 32767.0f ? least : 32767.0f) + 12582912.0f));
-      };
-      std::int16_t* to = words + u * kUnit + i / (kWordSpan / 2) * kWordSpan + i % (kWordSpan / 2);
-      to[0] = word(x[2 * i]);
-      to[kWordSpan / 2] = word(x[2 * i + 1]);
+    for (std::size_t i = 0; i < kUnit; i++) {  // 1.5 * 2^23 leaves the nearest integer in the low bits; -32768 would let sums overflow
+      const float scaled = float_of(bits[i]) * times, least = scaled > -32767.0f ? scaled : -32767.0f;
+      bits[i] = bits_of((least < 32767.0f ? least : 32767.0f) + 12582912.0f);
+    }
+    for (std::size_t i = 0; i < kUnit; i += kWordSpan) {
+      for (std::size_t k = 0; k < kWordSpan / 2; k++) {
+        words[i + k] = static_cast<std::int16_t>(bits[i + 2 * k]);
+        words[i + kWordSpan / 2 + k] = static_cast<std::int16_t>(bits[i + 2 * k + 1]);
+      }
     }
     scales[u] = scale_of_words(exponent);
     turns[u] = scales[u > 0 ? u - 1 : 0] / scales[u];
@@ -896,7 +934,9 @@ inline void add_words(float* row, std::size_t inputs) {
 template <class S>
 void settle(void* h, std::size_t outputs, std::size_t count) {
   std::uint8_t* row = static_cast<std::uint8_t*>(h);
-  for (std::size_t i = 0; i < count; i++, row += row_bytes<S>(outputs)) add_words(reinterpret_cast<float*>(row), outputs);
+  for (std::size_t i = 0; i < count; i++, row += row_bytes<S>(outputs)) {
+    add_words(reinterpret_cast<typename S::X*>(row), outputs);
+  }
 }
 
 // ------------------------------------------------------------------ tasks

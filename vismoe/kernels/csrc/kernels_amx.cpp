@@ -1,9 +1,9 @@
-// AMX: with BF16 for prompts, where sixteen rows of weights meet sixteen tokens, 32 inputs at a time; with bytes for decoded tokens, as
-// byte_tiles.h says. Everything else is that of AVX-512 with BF16.
+// AMX: for prompts, where sixteen rows of weights meet sixteen tokens, 32 inputs at a time. Codes of decoded tokens are multiplied as
+// words. Everything else is that of AVX-512 with BF16.
 
-#include "byte_tiles.h"
+#include "amx.h"
 #include "prompt_attention.h"
-#include "table.h"
+#include "words512.h"
 
 namespace vismoe {
 namespace {
@@ -79,38 +79,68 @@ struct Tiled {
   }
 };
 
-// Decoded tokens: codes are multiplied as bytes, other weights as by AVX-512 with BF16.
-struct InBytes : Avx512Bf16 {
+// Words of decoded tokens. Processors with AMX take two cycles for a product of bfloat16, and half of one for a product of words.
+struct Words : Words512<Avx512Bf16> {
+  static constexpr std::size_t kTokens = 5, kScaledTokens = 5;
+
+  static __m512i dot(__m512i part, __m512i weights, const __m512i_u& inputs) { return _mm512_dpwssd_epi32(part, weights, inputs); }
+  template <Encoding E>
+  using InOrder = CodesInOrder<Words, E>;
+  static constexpr bool in_order(Encoding e) {
+    return e == kInt4 || e == kQ5K || e == kQ6K || Avx512Bf16::in_order(e);
+  }
+  static constexpr std::size_t place_of_input(std::size_t i) {
+    return i / kWordSpan * kWordSpan + i % 2 * (kWordSpan / 2) + i % kWordSpan / 2;
+  }
+  static constexpr std::uint16_t number(int value) { return static_cast<std::uint16_t>(value); }
+  static __m512i look_up(__m512i words, __m512i numbers) { return _mm512_permutexvar_epi16(words, numbers); }
+  // These bytes twice, as words: bits `first` of the first ones and bits `second` of the others become the fifth ones.
+  static __m512i to_fifth(__m256i bytes, int first, int second) {
+    const auto turned = [](int bit) { return _mm256_set1_epi16(static_cast<short>((20 - bit) % 16)); };
+    const __m512i words = _mm512_broadcast_i64x4(bytes);
+    return _mm512_shldv_epi16(words, words, _mm512_inserti64x4(_mm512_castsi256_si512(turned(first)), turned(second), 1));
+  }
+  static __m512i six_bits(__m512i words) {
+    return _mm512_sub_epi16(_mm512_and_si512(words, _mm512_set1_epi16(63)), _mm512_set1_epi16(32));
+  }
+};
+
+// Decoded tokens: some weights are multiplied as words, others as by AVX-512 with BF16.
+struct InWords : Avx512Bf16 {
+  using Words = vismoe::Words;
+
+  static constexpr bool in_words(Encoding e) { return e == kInt8 || e == kW8 || e == kQ8_0 || Words::in_order(e); }
   template <std::size_t... E>
   static Multiply multiply_in(Encoding encoding, std::index_sequence<E...>) {
-    static constexpr Multiply of[] = {multiply_of_bytes<static_cast<Encoding>(E)>()...};
+    static constexpr Multiply of[] = {multiply_of_words<static_cast<Encoding>(E)>()...};
     return of[encoding] != nullptr ? of[encoding] : multiplies_avx512bf16()[encoding];
+  }
+  template <Encoding E>
+  static constexpr Multiply multiply_of_words() {
+    if constexpr (in_words(E)) return multiply_as<Words, E, false>;
+    else return nullptr;
   }
   static Multiply multiply_of(Encoding encoding) { return multiply_in(encoding, std::make_index_sequence<kEncodings>()); }
 };
 
-std::size_t rows_in_bytes(const Matrix& m) {
-  const bool bytes = in_bytes(static_cast<Encoding>(m.encoding)) && is_in_spans(m);
-  return bytes ? rows_of_task(static_cast<std::size_t>(m.row_bytes)) : kernels_avx512bf16().most_rows(m);
-}
-
 }  // namespace
 
 const Kernels& kernels_amx() {
-  static const PromptKernels prompts = [] {
-    PromptKernels made = wide_prompts<Tiled>();
-    made.scratch_bytes = [](std::size_t inputs) {
-      const std::size_t few = round_up(Scratch::bytes(inputs), kAlignment) + ByteScratch::bytes(inputs);
-      return few > WideScratch::bytes(inputs) ? few : WideScratch::bytes(inputs);
-    };
+  static const Kernels kernels = [] {
+    Kernels made = kernels_avx512bf16();
+    made.prompts = &wide_prompts<Tiled>();
+    made.long_prompts = nullptr;
+    made.attend_rows = attend_rows<Tiled>;
     return made;
   }();
+  return kernels;
+}
+
+const Kernels& kernels_amxwords() {
   static const Kernels kernels = [] {
-    Kernels made = kernels_of<InBytes>();
-    made.prompts = &prompts;
-    made.most_rows = rows_in_bytes;
-    made.attend_rows_bytes = kernels_avx512bf16().attend_rows_bytes;
-    made.attend_rows = attend_rows<Tiled>;
+    Kernels made = kernels_of<InWords>();
+    made.prompts = kernels_amx().prompts;
+    made.most_rows = kernels_amx().most_rows;
     return made;
   }();
   return kernels;

@@ -1,4 +1,4 @@
-// What sets whose inputs are words share (kernel.h): sums in float32 are those of `F`, the set of floats beside them.
+// What sets whose inputs are words share (kernel.h): sums in float32 are those of `F`, the set of the numbers beside them.
 
 #pragma once
 
@@ -10,12 +10,13 @@ namespace {
 template <class F>
 struct WordSums {
   using X = std::int16_t;
+  using Numbers = typename F::X;  // that packed rows hold before the words
   using Sum = typename F::Sum;
 
   static Sum zero() { return F::zero(); }
   static Sum every(const float* p) { return F::every(p); }
   static Sum sums(const float* p) { return F::sums(p); }
-  static Sum scaled_sum(Sum sum, Sum part, Sum scale) { return F::dot(sum, part, scale); }
+  static Sum scaled_sum(Sum sum, Sum part, Sum scale) { return F::scaled_sum(sum, part, scale); }
   static void sum4(const Sum (&s)[4], float (&totals)[4]) { F::sum4(s, totals); }
 };
 
@@ -23,6 +24,7 @@ struct WordSums {
 template <class F, class W>
 struct WithWords : F {
   using Words = W;
+  static constexpr bool in_words(Encoding e) { return has_codes(e); }
 
   template <Encoding E>
   using Decoder = FloatDecoderOf<F, E>;

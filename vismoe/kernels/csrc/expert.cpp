@@ -76,7 +76,6 @@ struct State {
   std::mutex mutex;  // one call at a time
   std::size_t threads = 1;
   Isa isa = kPortable;
-  std::uint64_t calls = 0;  // so far
   std::unique_ptr<Pool> pool;
   std::uint8_t* workspace = nullptr;  // grows and is kept, like all members below
   std::size_t workspace_bytes = 0;
@@ -139,7 +138,6 @@ void begin_anew() {
   State* fresh = new State;
   fresh->threads = state->threads;
   fresh->isa = state->isa;
-  fresh->calls = state->calls;  // memory of before keeps numbers of calls
   state = fresh;
 }
 
@@ -176,8 +174,7 @@ const Kernels& kernels_for(Isa isa, Dtype x, const Matrix& m) {
 class Job {
  public:
   Job(State& s, std::size_t bytes)
-      : call_(++s.calls),
-        threads_(s.threads),
+      : threads_(s.threads),
         tasks_(s.tasks),
         bytes_(bytes),
         share_bytes_(std::max(bytes / (kTasksOfThread * s.threads), kLeastBytes)) {
@@ -235,7 +232,6 @@ class Job {
 
   std::size_t task_bytes(std::size_t matrices = 1) const { return std::min(share_bytes_, matrices * kTaskBytes); }
 
-  const std::uint64_t call_;  // its number
   const std::size_t threads_;
   std::vector<Task>& tasks_;
   std::size_t least_rows_ = 16;  // of a task
@@ -367,7 +363,7 @@ class PackedJob : public Job {
     wait_for([this] { return packing_left_.load(std::memory_order_acquire) == 0; });
   }
   std::uint8_t* memory(std::size_t thread) const { return scratch_ + thread * workspace_.scratch_bytes; }
-  Scratch scratch(std::size_t thread) const { return Scratch::at(memory(thread), workspace_.most_inputs, call_); }
+  Scratch scratch(std::size_t thread) const { return Scratch::at(memory(thread), workspace_.most_inputs); }
   std::uint8_t* unpacked(std::size_t thread) const {
     return scratch_ + (thread + 1) * workspace_.scratch_bytes - workspace_.unpacked_bytes + kBlockBytes;
   }
@@ -796,8 +792,9 @@ VISMOE_API std::uint32_t vismoe_isas() {
   const bool avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   if (avx512bf16) found |= 1u << kAvx512Bf16;
 #if defined(VISMOE_AMX)
-  const bool words = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi2");
-  if (avx512bf16 && words && may_use_amx()) found |= 1u << kAmx;
+  const bool codes = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
+                     __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("gfni");
+  if (avx512bf16 && codes && may_use_amx()) found |= 1u << kAmx;
 #endif
 #endif
   return found;

@@ -1,9 +1,10 @@
-// Codes multiplied as they lie, for encodings that keep four bits of a code in half a byte. The 32 words of 64 bytes, which hold the
+// Codes multiplied as they lie. Most encodings keep four bits of a code in half a byte. The 32 words of 64 bytes, which hold the
 // codes of 128 inputs, are four operands: shifted by 4 k, operand k has code k of each word, and a lookup reads no other bits. Nothing
 // spreads codes out first; inputs are put in this order instead, once for all rows of a task. A lane of a sum has products of
 // neighbouring inputs, and is scaled by their scale. Like kernel.h, in an anonymous namespace.
 //
-// A set `S` says where an input lies in a packed row (place_of_input) and which number a value is (number), and looks numbers up.
+// A set `S` says where an input lies in a packed row (place_of_input) and which number a value is (number), and looks numbers up. FP8
+// becomes numbers 64 bytes at a time, by a function of the set.
 
 #pragma once
 
@@ -23,10 +24,11 @@ struct alignas(kAlignment) Table {
 
 // Whether the codes of 32 inputs lie in 16 bytes of a block, beside their scale.
 constexpr bool is_in_blocks(Encoding e) { return e == kQ4_0 || e == kQ4_1 || e == kIq4Nl || e == kMxFp4Block; }
-// The input of one half of a byte, of 64 bytes.
+// The input of one half of a byte, of 64 bytes; of FP8, whose bytes are not divided, of the byte.
 constexpr int input_of(Encoding e, int byte, int half) {
   if (e == kQ4K || e == kQ5K || e == kInt4) return byte / 32 * 64 + byte % 32 + 32 * half;
   if (e == kQ6K) return byte + 64 * half;
+  if (e == kFp8) return byte;
   if (e == kIq4Xs || is_in_blocks(e)) return byte / 16 * 32 + byte % 16 + 16 * half;
   return 2 * byte + half;
 }
@@ -78,6 +80,7 @@ struct CodesInOrder {
   }
   static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling&) {
     if constexpr (kTile) return S::load(reinterpret_cast<const X*>(unit) + j * kLanes);
+    if constexpr (E == kFp8) return S::numbers_of_e4m3(_mm512_loadu_si512(unit + j / 2 * 64), j % 2);
     const int code = code_of(j % 4);
     __m512i words = _mm512_srli_epi16(halves(unit, j / 4), static_cast<unsigned>(4 * code));
     if constexpr (kHighBits) {  // of byte i and of byte i + 32 lie in one byte
@@ -94,7 +97,9 @@ struct CodesInOrder {
     Table<kUnit> made{};
     for (int j = 0; j < 4; j++) {
       for (int i = 0; i < kLanes; i++) {
-        const int input = input_of(E, 2 * i + code_of(j) / 2, code_of(j) % 2);
+        const bool bytes = E == kFp8;  // those of an operand are halves of 16 neighbours
+        const int byte = bytes ? j / 2 * 64 + i / 8 * 16 + j % 2 * 8 + i % 8 : 2 * i + code_of(j) / 2;
+        const int input = input_of(E, byte, code_of(j) % 2);
         made.of[j * kLanes + i] = static_cast<std::uint16_t>(S::place_of_input(static_cast<std::size_t>(input)));
       }
     }

@@ -84,16 +84,14 @@ constexpr std::size_t stride_of(std::size_t inputs) { return padded(inputs) + 32
 
 // Memory of one thread, divided for matrices of up to `inputs` inputs.
 struct Scratch {
-  float* tile;         // [kRows, stride]: decoded rows; or, of 512 inputs or more, [2, 16, steps]: scales and minima of sixteen
+  float* tile;         // [kRows, stride]: decoded rows
   float* sums;         // [pass_tokens(width), width]: products before bias and activation
-  float* scales;       // [2 * kRows, steps]: scales and minima of rows, one for every 16 inputs or more; of decoded rows of Q4_K
-                       // [kRows, steps]: sixteen for each unit of 256 inputs
+  float* scales;       // [2 * kRows, steps]: scales and minima of rows, one for every 16 inputs or more; of decoded rows that
+                       // have scales of their own [kRows, steps]: sixteen for each unit of 256 inputs
   float* x_sums;       // [kPassTokens, steps]: the sums of the inputs to which a minimum belongs
   void* codes;         // [kRows, stride] of 16 bits: unpacked codes
   void* ordered;       // [kPassTokens, stride] of 16 bits: inputs in the order of a decoder, where it has one
   std::size_t steps;
-  void* rest;          // what a set needs beyond that
-  std::uint64_t call;  // the number of the call, in which inputs stay as they are
 
   static constexpr std::size_t kSums = 2 * kPassTokens * kChunkRows;
 
@@ -104,14 +102,14 @@ struct Scratch {
     const std::size_t products = kSums, scaling = (2 * kRows + kPassTokens) * steps_of(inputs);
     return ((kRows * 3 + kPassTokens) * stride_of(inputs) / 2 + products + scaling) * sizeof(float);
   }
-  static Scratch at(std::uint8_t* memory, std::size_t inputs, std::uint64_t call = 0) {
+  static Scratch at(std::uint8_t* memory, std::size_t inputs) {
     float* tile = reinterpret_cast<float*>(memory);
     float* sums = tile + kRows * stride_of(inputs);
     float* scales = sums + kSums;
     float* x_sums = scales + 2 * kRows * steps_of(inputs);
     float* codes = x_sums + kPassTokens * steps_of(inputs);
     float* ordered = codes + kRows * stride_of(inputs) / 2;
-    return {tile, sums, scales, x_sums, codes, ordered, steps_of(inputs), memory + bytes(inputs), call};
+    return {tile, sums, scales, x_sums, codes, ordered, steps_of(inputs)};
   }
 };
 

@@ -105,7 +105,44 @@ struct Words : Words512<Avx512Bf16> {
   }
 };
 
-// Decoded tokens: some weights are multiplied as words, others as by AVX-512 with BF16.
+// FP8 of decoded tokens: the two bytes of a bfloat16 number are linear in the bits of its code, but for zero, denormals and NaN, which
+// are looked up.
+struct InBytes : Avx512Bf16 {
+  template <Encoding E>
+  using InOrder = CodesInOrder<InBytes, E>;
+  static constexpr bool in_order(Encoding e) { return e == kFp8; }
+
+  // Those of the first eight of each 16 codes, or of the others.
+  static __m512bh numbers_of_e4m3(__m512i codes, int part) {
+    constexpr long long kHigh = 0x1020404040404000, kLow = 0x01020408;  // rows of bits, the highest bit's in the lowest byte
+    const __m512i next = _mm512_and_si512(_mm512_add_epi8(codes, _mm512_set1_epi8(1)), _mm512_set1_epi8(0x7f));
+    const __mmask64 small = _mm512_cmplt_epu8_mask(next, _mm512_set1_epi8(9));
+    __m512i high = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kHigh), 0x3c);
+    __m512i low = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kLow), 0);
+    high = _mm512_mask_permutexvar_epi8(high, small, next, _mm512_broadcast_i32x4(load16(kSmallHigh.of)));
+    low = _mm512_mask_permutexvar_epi8(low, small, next, _mm512_broadcast_i32x4(load16(kSmallLow.of)));
+    high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-0x80), 0xf8);  // high | (codes & sign)
+    return (__m512bh)(part == 0 ? _mm512_unpacklo_epi8(low, high) : _mm512_unpackhi_epi8(low, high));
+  }
+
+ private:
+  struct alignas(kAlignment) Bytes {
+    std::uint8_t of[16];
+  };
+  static constexpr Bytes small(int shift) {
+    Bytes made{};
+    for (int i = 0; i < 9; i++) made.of[i] = static_cast<std::uint8_t>(kSmallE4m3.of[i] >> shift);
+    return made;
+  }
+  static const Bytes kSmallHigh, kSmallLow;
+};
+constexpr InBytes::Bytes InBytes::kSmallHigh = InBytes::small(8), InBytes::kSmallLow = InBytes::small(0);
+
+struct InNumbers : Avx512Bf16 {
+  static Multiply multiply_of(Encoding e) { return e == kFp8 ? multiply_as<InBytes, kFp8, false> : multiplies_avx512bf16()[e]; }
+};
+
+// The same, and some weights are multiplied as words.
 struct InWords : Avx512Bf16 {
   using Words = vismoe::Words;
 
@@ -113,7 +150,7 @@ struct InWords : Avx512Bf16 {
   template <std::size_t... E>
   static Multiply multiply_in(Encoding encoding, std::index_sequence<E...>) {
     static constexpr Multiply of[] = {multiply_of_words<static_cast<Encoding>(E)>()...};
-    return of[encoding] != nullptr ? of[encoding] : multiplies_avx512bf16()[encoding];
+    return of[encoding] != nullptr ? of[encoding] : InNumbers::multiply_of(encoding);
   }
   template <Encoding E>
   static constexpr Multiply multiply_of_words() {
@@ -127,10 +164,11 @@ struct InWords : Avx512Bf16 {
 
 const Kernels& kernels_amx() {
   static const Kernels kernels = [] {
-    Kernels made = kernels_avx512bf16();
+    Kernels made = kernels_of<InNumbers>();
     made.prompts = &wide_prompts<Tiled>();
-    made.long_prompts = nullptr;
     made.attend_rows = attend_rows<Tiled>;
+    made.attend_rows_bytes = kernels_avx512bf16().attend_rows_bytes;
+    made.most_rows = kernels_avx512bf16().most_rows;
     return made;
   }();
   return kernels;

@@ -1,5 +1,5 @@
-"""Inputs that AVX2, and AVX-512 without BF16, round to integers of 16 bits: outliers, sizes far apart, and numbers that fit in no
-scale; on every set."""
+"""Inputs that AVX2, AVX-512 without BF16, and AMX round to integers of 16 bits: outliers, sizes far apart, and numbers that fit
+in no scale; on every set."""
 
 import pytest
 import reference
@@ -98,7 +98,7 @@ def test_units_of_very_different_sizes_stay_exact_and_finite(isa):
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("encoding", ["q4_k", "mxfp4", "w4"])
+@pytest.mark.parametrize("encoding", ["q4_k", "q6_k", "mxfp4", "w4", "w8", "fp8", "iq4_xs", "q4_1"])
 def test_what_is_not_finite_poisons_its_own_row(isa, encoding, poison):
     """Wherever it stands: in the first or last of the units, before and behind zeros."""
     torch.manual_seed(3)
@@ -127,3 +127,22 @@ def test_the_largest_products_of_codes_and_their_scales_fit_in_a_sum(isa, kind, 
         x = torch.full((tokens, inputs), sign * largest).bfloat16()
         result = cpu.encoded_linear(x, encoding, parts, inputs)
         assert torch.equal(result, torch.full_like(result, sign * largest * least * inputs))
+
+
+@pytest.mark.parametrize("following", [0.0, 2.0**-80])
+@pytest.mark.parametrize("encoding", ["mxfp4", "mxfp4_block"])
+def test_large_scales_and_small_inputs_stay_finite_where_codes_are_multiplied_as_they_lie(isa, encoding, following):
+    """Weights near 2^127 and inputs near 2^-40, before others that are far smaller."""
+    if isa in ("avx2", "avx512"):
+        pytest.skip("sums are in the scale of inputs there: scales of weights have a limit (docs/exactness.md)")
+    torch.manual_seed(4)
+    kind, x = ENCODINGS[encoding], torch.zeros(3, 512)
+    parts = random_parts(kind, 8, 512)
+    if encoding == "mxfp4":
+        parts["scale"].fill_(252)
+    else:
+        parts["codes"].view(8, -1, 17)[..., 0] = 252
+    x[:, :128], x[:, 128:] = torch.randn(3, 128) * 2.0**-40, following
+    x = x.bfloat16()
+    oracle = x.double() @ kind.values(parts, 512).double().T
+    assert (cpu.encoded_linear(x, kind, parts, 512) - oracle).abs().max() <= 1e-2 * rms(oracle)

@@ -12,7 +12,8 @@ With bfloat16 inputs on AVX2, or on AVX-512 without BF16, weights that are integ
 fp8) are multiplied as such: the kernel rounds inputs, and the activation's result, to integers of 16 bits with a scale for each
 128 of a row. This is exact for bfloat16 numbers down to 2^-7 of the largest of the 128, and off by at most 2^-15 of it elsewhere.
 Sums of up to 128 products are integers, and are added in float32. Where the processor has AMX, decoded tokens are computed so in
-the encodings for which that is faster than AVX-512 BF16 (csrc/kernels_amx.cpp). Everywhere else all arithmetic is float32.
+the encodings for which that is faster than AVX-512 BF16 (csrc/kernels_amx.cpp); the activation's result is rounded to bfloat16
+first. Everywhere else all arithmetic is float32.
 
 Where the processor has AMX, bfloat16 inputs that are added up over all experts, as in prompts (`parts` with `adding`), go through
 its products of matrices. These round the restored weights of every format to bfloat16 and add in another order: the bits differ

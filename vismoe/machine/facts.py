@@ -24,8 +24,8 @@ from vismoe.machine.hardware import affinity_cores, cpu_quota, host_memory
 FEATURES = {
     name: name
     for name in (
-        "avx2 fma f16c avx512f avx512bw avx512vl avx512_vnni avx512_bf16 avx512_fp16 avx_vnni amx_tile amx_int8 amx_bf16 "
-        "sve sve2 bf16 i8mm"
+        "avx2 fma f16c avx512f avx512bw avx512vl avx512_vnni avx512_vbmi avx512_vbmi2 gfni avx512_bf16 avx512_fp16 avx_vnni "
+        "amx_tile amx_int8 amx_bf16 sve sve2 bf16 i8mm"
     ).split()
 } | {"asimd": "neon", "asimddp": "dotprod", "asimdhp": "fp16", "neon": "neon"}
 ARM_MAKERS = {"0x41": "ARM", "0x48": "HiSilicon", "0x4e": "NVIDIA", "0x51": "Qualcomm", "0x61": "Apple", "0xc0": "Ampere"}

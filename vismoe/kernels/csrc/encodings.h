@@ -243,7 +243,7 @@ inline void iq4_scales(const std::uint8_t* block, float times, float* scales) {
 // `kWords`: scales, but not minima, are times kOfWord. At once, because memory that was written in parts is read late in whole vectors.
 template <Encoding E, bool kWhole = false, bool kWords = false>
 inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t row, float* scales, float* minima) {
-  static_assert(!kWords || !kWhole);
+  static_assert(!kWords || (!kWhole && (!has_whole_scales(E) || E == kIq4Xs)));  // others have their scales in place
   constexpr float kTimes = kWords ? kOfWord : 1.0f;
   constexpr std::size_t kStep = step_of(E);
   const std::size_t inputs = static_cast<std::size_t>(m.inputs), steps = (inputs + kStep - 1) / kStep;

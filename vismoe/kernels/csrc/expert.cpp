@@ -150,8 +150,8 @@ State& the_state() {
   return *state;
 }
 
-// Inputs are packed once for all matrices of a call: `fp16`, whether one is kRawFp16, `codes`, whether one has codes. `prompt`: functions
-// for prompts serve it, where there are some.
+// Inputs are packed once for all matrices of a call: `fp16`, whether one is kRawFp16, `codes`, whether one has codes (`takes_words`).
+// `prompt`: the call adds experts up, which functions for prompts do where the set has them.
 const Kernels& kernels_for(Isa isa, Dtype x, bool fp16 = false, bool codes = false, bool prompt = false) {
 #if defined(VISMOE_AMX)
   if (isa == kAmx && x == kBf16 && !fp16) return codes && !prompt ? kernels_amxwords() : kernels_amx();
@@ -166,8 +166,10 @@ const Kernels& kernels_for(Isa isa, Dtype x, bool fp16 = false, bool codes = fal
   return kernels_portable();
 }
 
+bool takes_words(Isa isa, const Matrix& m) { return isa == kAmx ? has_codes_for_amx(m.encoding) : has_codes(m.encoding); }
+
 const Kernels& kernels_for(Isa isa, Dtype x, const Matrix& m) {
-  return kernels_for(isa, x, m.encoding == kRawFp16, has_codes(m.encoding));
+  return kernels_for(isa, x, m.encoding == kRawFp16, takes_words(isa, m));
 }
 
 // ------------------------------------------------------------------ jobs
@@ -296,7 +298,7 @@ struct Formats {
     for (std::size_t f = 0; f < count; f++) {
       for (const Matrix* m : {&experts[f].up, &experts[f].down}) {
         fp16 = fp16 || m->encoding == kRawFp16;
-        codes = codes || has_codes(m->encoding);
+        codes = codes || takes_words(isa, *m);
       }
     }
     return kernels_for(isa, x, fp16, codes, prompt);
@@ -766,10 +768,10 @@ class PromptAttentionJob : public Job {
 };
 
 #if defined(VISMOE_AMX)
-// Whether the machine has AMX with BF16 and with bytes, and the kernel lets this process use it: tiles are state that a process asks for.
+// Whether the machine has AMX with BF16, and the kernel lets this process use it: tiles are state that a process asks for.
 bool may_use_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
-  const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1u) != 0 && (d >> 24 & 3u) == 3;
+  const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1u) != 0 && (d >> 24 & 1u) != 0;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return has && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }

@@ -1,10 +1,10 @@
-// Codes multiplied as they lie. Most encodings keep four bits of a code in half a byte. The 32 words of 64 bytes, which hold the
-// codes of 128 inputs, are four operands: shifted by 4 k, operand k has code k of each word, and a lookup reads no other bits. Nothing
-// spreads codes out first; inputs are put in this order instead, once for all rows of a task. A lane of a sum has products of
-// neighbouring inputs, and is scaled by their scale. Like kernel.h, in an anonymous namespace.
+// Codes multiplied as they lie. Most encodings keep four bits of a code in half a byte. The 32 words of 64 bytes, which hold the codes of
+// 128 inputs, are four operands: shifted by 4 k, operand k has code k of each word. A lookup reads five bits of a word, and tables have
+// codes of four bits twice. Nothing spreads codes out first; inputs are put in this order instead, once for all rows of a task. A lane of
+// a sum has products of neighbouring inputs, and is scaled by their scale. Like kernel.h, in an anonymous namespace.
 //
-// A set `S` says where an input lies in a packed row (place_of_input) and which number a value is (number), and looks numbers up. FP8
-// becomes numbers 64 bytes at a time, by a function of the set.
+// A set `S` says where an input lies in a packed row (place_of_input), which number a value is (number), and looks numbers up (look_up).
+// For Q5_K and Q6_K it also offers to_fifth and six_bits, and for FP8 numbers_of_e4m3.
 
 #pragma once
 

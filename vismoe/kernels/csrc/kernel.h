@@ -41,6 +41,7 @@
 namespace vismoe {
 namespace {
 
+// Steps of products are inlined, or their sums would lie in memory.
 #define VISMOE_INLINE __attribute__((always_inline)) inline
 constexpr float kLowest = -std::numeric_limits<float>::infinity();  // the score of what is not visible
 
@@ -130,7 +131,8 @@ void activate(const Expert& e, const float* sums, std::size_t count, X* h) {
 constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 
 // Whether packed inputs are words: integers of 16 bits with a scale for every unit, a power of two: x = word * kOfWord * scale.
-// Sums are in the scale of the unit that is added: `turns` [unit] takes them there from the one before, and the last of them to 1.
+// Sums are in the scale of the unit that is added: `turns` [unit] takes them there from the one before, and the last of them to 1. Where
+// inputs lie in the order of a decoder, the scale of a unit multiplies those of weights instead.
 // Of every 32 inputs those with even numbers come first, so that codes of 8 bits become words without a shuffle.
 constexpr std::size_t kWordSpan = 32;
 // Up to so many tokens codes become words in registers, again for each block of tokens; for more they do so once, in the tile.
@@ -144,13 +146,6 @@ template <class S, class = void>
 constexpr bool offers_words = false;
 template <class S>
 constexpr bool offers_words<S, std::void_t<typename S::Words>> = true;
-
-// Whether it does so with weights in an encoding.
-template <class S>
-constexpr bool in_words(std::size_t e) {
-  if constexpr (offers_words<S>) return S::in_words(static_cast<Encoding>(e));
-  else return false;
-}
 
 // Tokens of a block for which weights of 16 bits are decoded in registers, whatever their number; 0: as other weights.
 template <class S, class = void>
@@ -314,7 +309,7 @@ VISMOE_INLINE void turn_to(const Inputs<typename S::X>& in, std::size_t u, typen
 
 // parts[n] = the products of operands begin .. end of a unit and the inputs of token n, of which x is the unit's first.
 template <class S, class D, std::size_t N>
-__attribute__((always_inline)) inline void multiply_operands(const std::uint8_t* codes, const typename D::Scaling& scaling, int begin,
+VISMOE_INLINE void multiply_operands(const std::uint8_t* codes, const typename D::Scaling& scaling, int begin,
                                                              int end, const typename S::X* x, std::size_t stride,
                                                              typename S::Part (&parts)[N]) {
 #pragma GCC unroll 8
@@ -361,33 +356,45 @@ VISMOE_INLINE void scaled_step(const Unit (&units)[R], const Inputs<typename S::
 }
 
 // The same where inputs lie in the order of a decoder, whose operands have scales in sets of kOfSet. `input_sums`: of the steps of the
-// unit, for its minima; if inputs are words, in the scale of the last of its units of words.
+// unit, for its minima.
 template <class S, class D, std::size_t R, std::size_t N>
 VISMOE_INLINE void ordered_step(const Unit (&units)[R], const Inputs<typename S::X>& in, std::size_t first, const float* scales,
                          std::size_t room, const float* input_sums, typename S::Sum (&sums)[N][R]) {
   constexpr int kOperands = static_cast<int>(D::kInputs) / S::kLanes, kOfSet = D::kOfSet;
-  constexpr std::size_t kLast = has_words<S> ? D::kInputs - kUnit : 0;
+  constexpr int kTogether = has_words<S> && D::kOwnScales ? static_cast<int>(kUnit) / S::kLanes / kOfSet : 1;  // sets, whose words have one scale
   typename D::Scales of[R];
 #pragma GCC unroll 8
-  for (std::size_t r = 0; r < R; r++) of[r] = D::scales(units[r], scales + r * room);
+  for (std::size_t r = 0; r < R; r++) {
+    of[r] = D::scales(units[r], scales + r * room);
+#pragma GCC unroll 8
+    for (std::size_t n = 0; D::kOwnMinima && n < N; n++) sums[n][r] = D::add_minima(sums[n][r], of[r], input_sums + n * in.room);
+  }
 #pragma GCC unroll 4
-  for (int set = 0; set < kOperands / kOfSet; set++) {
-    const std::size_t at = static_cast<std::size_t>(set * kOfSet * S::kLanes);
-    if constexpr (has_words<S>) {
-      if (at % kUnit == 0) turn_to<S, R, N>(in, (first + at) / kUnit, sums);
-    }
-#pragma GCC unroll 8
-    for (std::size_t r = 0; D::kOwnMinima && at == kLast && r < R; r++) {
-#pragma GCC unroll 8
-      for (std::size_t n = 0; n < N; n++) sums[n][r] = D::add_minima(sums[n][r], of[r], input_sums + n * in.room);
-    }
+  for (int set = 0; set < kOperands / kOfSet; set += kTogether) {
+    const std::size_t unit = (first + static_cast<std::size_t>(set * kOfSet * S::kLanes)) / kUnit;
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < R; r++) {
-      typename S::Part parts[N];
-      multiply_operands<S, D>(units[r].codes, {}, set * kOfSet, (set + 1) * kOfSet, in.x + first, in.stride, parts);
-      const typename S::Sum scale = D::scale(of[r], set);
+      typename S::Sum of_unit[N];
+#pragma GCC unroll 2
+      for (int s = set; s < set + kTogether; s++) {
+        typename S::Part parts[N];
+        multiply_operands<S, D>(units[r].codes, {}, s * kOfSet, (s + 1) * kOfSet, in.x + first, in.stride, parts);
+        const typename S::Sum scale = D::scale(of[r], s);
 #pragma GCC unroll 8
-      for (std::size_t n = 0; n < N; n++) sums[n][r] = S::scaled_sum(sums[n][r], parts[n], scale);
+        for (std::size_t n = 0; n < N; n++) {
+          if constexpr (!has_words<S>) {
+            sums[n][r] = S::scaled_sum(sums[n][r], parts[n], scale);
+          } else if constexpr (kTogether == 1) {  // sums in the scale of words would overflow where scales of weights are large
+            sums[n][r] = S::scaled_sum(sums[n][r], parts[n], S::times(scale, S::every(in.scales(n) + unit)));
+          } else {
+            of_unit[n] = S::scaled_sum(s == set ? S::zero() : of_unit[n], parts[n], scale);
+          }
+        }
+      }
+      if constexpr (kTogether > 1) {
+#pragma GCC unroll 8
+        for (std::size_t n = 0; n < N; n++) sums[n][r] = S::scaled_sum(sums[n][r], of_unit[n], S::every(in.scales(n) + unit));
+      }
     }
   }
 }
@@ -449,10 +456,6 @@ template <class D, class = void>
 constexpr bool has_own_scales = false;
 template <class D>
 constexpr bool has_own_scales<D, std::enable_if_t<D::kOwnScales>> = true;
-template <class D, class = void>
-constexpr bool has_own_minima = false;
-template <class D>
-constexpr bool has_own_minima<D, std::enable_if_t<D::kOwnMinima>> = true;
 
 template <class S, Encoding E, class = void>
 struct DecoderFor {
@@ -524,7 +527,7 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
     for (std::size_t r = 0; r < R; r++) units[r] = rest_of(rows, first + r);
     step(units, rows.units, sums);
   }
-  if constexpr (has_words<S>) turn_to<S, R, N>(in, in.units, sums);
+  if constexpr (has_words<S> && !is_ordered<D>) turn_to<S, R, N>(in, in.units, sums);
   if constexpr (D::kStep > 0 && !is_restored<D> && !has_own_scales<D>) {
     constexpr std::size_t kLanes = sizeof(typename S::Sum) / sizeof(float);
     for (std::size_t s = 0; rows.sums.minima != nullptr && s < rows.sums.steps; s += kLanes) {
@@ -703,18 +706,6 @@ void order_inputs(Inputs<X>& in, std::size_t inputs, std::size_t n, X* to) {
   in.stride = stride;
 }
 
-// Divides the sums of inputs by the scale of D's last unit. No later scale is too small for that (`add_words`).
-template <class D, class X>
-void scale_sums(const Inputs<X>& in, std::size_t n, float* sums) {
-  constexpr std::size_t kUnits = D::kInputs / kUnit, kSteps = D::kInputs / D::kStep;
-  for (std::size_t t = 0; t < n; t++) {
-    for (std::size_t u = kUnits - 1, s = 0; u < in.units; u += kUnits) {
-      const float times = 1.0f / in.scales(t)[u];
-      for (std::size_t end = s + kSteps; s < end; s++) sums[t * in.room + s] *= times;
-    }
-  }
-}
-
 // The tokens for which D decodes in registers.
 template <class S, class D>
 constexpr std::size_t decoding_tokens() {
@@ -805,7 +796,6 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
     const std::size_t steps = round_up((inputs + D::kStep - 1) / D::kStep, 16), room = scratch.steps;
     rows.sums = {scratch.scales, has_minima(m) ? scratch.scales + kRows * room : nullptr, steps, room};
     if (!kRestored && rows.sums.minima) sum_inputs<S, D::kStep>(in, inputs, n, scratch.x_sums);
-    if constexpr (has_words<S> && has_own_minima<D>) scale_sums<D>(in, n, scratch.x_sums);
     if constexpr (is_ordered<D>) order_inputs<D>(in, inputs, n, static_cast<typename S::X*>(scratch.ordered));
   }
   // Rows that are read together are far apart: a hardware prefetcher follows one sequence of addresses in each page of memory.
@@ -850,7 +840,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
 template <class S, std::size_t E, bool kPrompt>
 constexpr Multiply multiply_for() {
   if constexpr (E == kRawFp16 && sizeof(typename S::X) == 2) return nullptr;  // kernels_for chooses another set
-  else if constexpr (in_words<S>(E)) return multiply_as<typename S::Words, static_cast<Encoding>(E), false>;
+  else if constexpr (offers_words<S> && has_codes(E)) return multiply_as<typename S::Words, static_cast<Encoding>(E), false>;
   else return multiply_as<S, static_cast<Encoding>(E), kPrompt && is_scaled(static_cast<Encoding>(E))>;
 }
 

@@ -32,6 +32,10 @@ enum Encoding : std::int32_t {
 constexpr bool is_scaled(std::int32_t e) { return e >= kFp8; }
 // Whether weights are integers times scales: those of kFp8 are numbers of 8 bits.
 constexpr bool has_codes(std::int32_t e) { return e >= kInt8 && e != kFp8; }
+// Those which AMX multiplies as words; the others are no slower as bfloat16.
+constexpr bool has_codes_for_amx(std::int32_t e) {
+  return has_codes(e) && e != kInt2 && e != kQ5_0 && e != kQ5_1 && e != kQ2K && e != kQ3K;
+}
 enum Gate : std::int32_t { kNoGate = 0, kConcatenated = 1, kInterleaved = 2 };
 enum Activation : std::int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kReluSquared = 3, kClampedSwiglu = 4 };
 // What becomes of the results of experts: a row for each pair, or a sum for each token; kAddedOfLong: the same, where each expert
@@ -273,7 +277,7 @@ const Kernels& kernels_avx512();
 const Kernels& kernels_avx512words();  // as kernels_avx2words
 const Kernels& kernels_avx512bf16();  // bfloat16 inputs; kernels_avx512 serves float32 inputs and fp16 weights
 const Multiply* multiplies_avx512bf16();  // of its decoded tokens, by encoding
-const Kernels& kernels_amx();         // the same, with products of matrices for prompts
+const Kernels& kernels_amx();         // the same, with products of matrices for prompts and FP8 by its bits
 const Kernels& kernels_amxwords();    // the same, and integers are multiplied as words
 
 }  // namespace vismoe

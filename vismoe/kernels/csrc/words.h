@@ -24,7 +24,6 @@ struct WordSums {
 template <class F, class W>
 struct WithWords : F {
   using Words = W;
-  static constexpr bool in_words(Encoding e) { return has_codes(e); }
 
   template <Encoding E>
   using Decoder = FloatDecoderOf<F, E>;

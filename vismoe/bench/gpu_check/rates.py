@@ -68,7 +68,7 @@ def _copying(host: list[torch.Tensor], there: list[torch.Tensor], streams: int) 
     lanes = [torch.cuda.Stream() for _ in range(streams)]
     torch.cuda.synchronize()
     began_s, copied = time.perf_counter(), 0
-    while time.perf_counter() - began_s < POINT_S:
+    while copied == 0 or time.perf_counter() - began_s < POINT_S:  # a busy machine may interrupt before the first
         for number, (source, target) in enumerate(zip(host, there, strict=True)):
             with torch.cuda.stream(lanes[number % streams]):
                 target.copy_(source, non_blocking=True)

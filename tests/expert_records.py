@@ -65,12 +65,13 @@ class Experts:
         weights = [{name: w.bfloat16() if w.ndim == 2 else w for name, w in each.items()} for each in self.weights]
         return dataclasses.replace(self, weights=weights)
 
-    def rounded_in_prompts(self, isa: str, dtype: torch.dtype) -> bool:
-        """Whether this instruction set rounds the weights to bfloat16 for the tokens of a prompt; float16 is for another set."""
+    def rounded_in_prompts(self, isa: str, dtype: torch.dtype, long: bool) -> bool:
+        """Whether this instruction set has sums of their own, of weights that it rounds to bfloat16, for the tokens of a (long)
+        prompt; float16 is for another set."""
         kinds = self.kinds or (self,)
         fp16 = any(matrix.dtype == torch.float16 for kind in kinds for each in kind.weights for matrix in each.values())
         encoded = any(isinstance(kind.codec, Encoded) for kind in kinds)
-        return dtype == torch.bfloat16 and not fp16 and (isa == "amx" or (isa == "avx512bf16" and encoded))
+        return dtype == torch.bfloat16 and not fp16 and (isa == "amx" or (isa == "avx512bf16" and (long or encoded)))
 
     @cached_property
     def kernel(self) -> cpu.ExpertKernel:
@@ -202,8 +203,9 @@ def on_every_set(experts: Experts, batch: Batch, tolerance: Callable[[str], floa
         cpu.start(2, isa)
         few = 2 if oracle.numel() < 16 else 1  # numbers to average over
         assert rms((parts := batch.parts(experts)) - oracle) <= few * tolerance(isa) * size, isa
-        for added in (batch.in_a_prompt(experts), batch.in_a_prompt(experts, long=True)):
-            if experts.rounded_in_prompts(isa, batch.hidden.dtype):
+        for long in (False, True):
+            added = batch.in_a_prompt(experts, long)
+            if experts.rounded_in_prompts(isa, batch.hidden.dtype, long):
                 assert rms(added - batch.oracle(experts.rounded())) <= few * tolerance(isa) * size
             else:
                 assert torch.equal(added, parts), isa

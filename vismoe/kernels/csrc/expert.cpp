@@ -444,7 +444,7 @@ class ExpertsJob : public PackedJob {
 
  private:
   void run(const Task& task, const Task* next, std::size_t thread) override {
-    if (task.stage == kPack) return pack(task, prompts(task.expert));
+    if (task.stage == kPack) return pack(task, prompts());
     if (task.stage == kUp) return up(task, place(next), thread);
     if (!adding_) return down(task.expert, task, place(next), thread);
     for (std::size_t e = task.expert, after; e < records_.count; e = after) {
@@ -493,7 +493,7 @@ class ExpertsJob : public PackedJob {
                                          apart, thread);
     const Tokens inputs = tokens(e, x_, workspace_.x_bytes);
     std::uint8_t* h = h_ + records_.first(e) * workspace_.h_bytes;
-    if (const PromptKernels* served = prompts(e)) {
+    if (const PromptKernels* served = prompts()) {
       served->up(expert, record, task.begin, task.end, inputs, h, memory(thread), workspace_.most_inputs, next);
     } else {
       kernels_.up(expert, record, task.begin, task.end, inputs, h, scratch(thread), next);
@@ -508,19 +508,17 @@ class ExpertsJob : public PackedJob {
     const Expert& expert = records_.expert(e);
     const std::uint8_t* record = decoded(expert.down, expert.down_section, records_.record(e), task.begin, task.end, 0, thread);
     const Tokens inputs = tokens(e, h_, workspace_.h_bytes);
-    if (const PromptKernels* served = prompts(e)) {
+    if (const PromptKernels* served = prompts()) {
       served->down(expert, record, task.begin, task.end, inputs, out_, memory(thread), workspace_.most_inputs, next);
     } else {
       kernels_.down(expert, record, task.begin, task.end, inputs, out_, adding_, scratch(thread), next);
     }
   }
 
-  // The functions for prompts that serve an expert; null: those of decoded tokens do.
-  const PromptKernels* prompts(std::size_t e) const {
+  // The functions for prompts that serve these experts; null: those of decoded tokens do.
+  const PromptKernels* prompts() const {
     if (!adding_) return nullptr;
-    const Expert& expert = records_.expert(e);
-    const bool scaled = is_scaled(expert.up.encoding) && is_scaled(expert.down.encoding);  // others keep the bits of decoded tokens
-    return long_ && scaled && kernels_.long_prompts != nullptr ? kernels_.long_prompts : kernels_.prompts;
+    return long_ && kernels_.long_prompts != nullptr ? kernels_.long_prompts : kernels_.prompts;
   }
 
   Tokens tokens(std::size_t e, const std::uint8_t* rows, std::size_t bytes) const {

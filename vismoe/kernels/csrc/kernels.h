@@ -267,7 +267,7 @@ struct Kernels {
   // Rows of a matrix that a task should have, at most; null: kChunkRows.
   std::size_t (*most_rows)(const Matrix&);
   const PromptKernels* prompts;       // null: those above
-  const PromptKernels* long_prompts;  // of weights that are scaled; null: those of `prompts`
+  const PromptKernels* long_prompts;  // null: those of `prompts`
 };
 
 const Kernels& kernels_portable();

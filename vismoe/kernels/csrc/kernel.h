@@ -952,54 +952,79 @@ inline void add_bias(const Matrix& m, const std::uint8_t* record, std::size_t be
   for (std::size_t i = 0; i < count; i++) sums[i] += value_at(record + m.bias, dtype, begin + i);
 }
 
-template <class S, bool kPrompt = false>
-void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
-        const Scratch& scratch, const Place& next) {
+// `multiply(matrix, record, begin, end, x, n, next, y, y_stride)` makes the sums of a pass: at most `pass` tokens.
+template <class S, class F>
+inline void up_by(const F& multiply, const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end,
+                  const Tokens& tokens, void* h, float* sums, std::size_t pass, const Place& next) {
   using X = typename S::X;
   const std::size_t outputs = e.intermediate(), h_bytes = row_bytes<S>(outputs), count = end - begin;
   const std::size_t factor = e.gate == kInterleaved ? 2 : 1, width = e.gate == kNoGate ? count : 2 * count;
-  const std::size_t pass = Scratch::pass_tokens(width);
   for (std::size_t first = 0; first < tokens.count; first += pass) {
     const std::size_t n = least(pass, tokens.count - first);
     const void* x = row_of<S>(tokens.x, first, e.hidden());
     if (e.gate == kConcatenated) {
-      const Place ups = place_of(e.up, record, outputs + begin, count);
-      multiply<S, kPrompt>(e.up, record, begin, end, x, n, scratch, ups, scratch.sums, width);
-      multiply<S, kPrompt>(e.up, record, outputs + begin, outputs + end, x, n, scratch, next, scratch.sums + count, width);
+      multiply(e.up, record, begin, end, x, n, place_of(e.up, record, outputs + begin, count), sums, width);
+      multiply(e.up, record, outputs + begin, outputs + end, x, n, next, sums + count, width);
     } else {
-      multiply<S, kPrompt>(e.up, record, factor * begin, factor * end, x, n, scratch, next, scratch.sums, width);
+      multiply(e.up, record, factor * begin, factor * end, x, n, next, sums, width);
     }
     for (std::size_t t = 0; t < n; t++) {
-      float* sums = scratch.sums + t * width;
+      float* of = sums + t * width;
       X* to = reinterpret_cast<X*>(static_cast<std::uint8_t*>(h) + (first + t) * h_bytes);
-      add_bias(e.up, record, factor * begin, factor * count, sums);
-      if (e.gate == kConcatenated) add_bias(e.up, record, outputs + begin, count, sums + count);
-      activate(e, sums, count, to + begin);
+      add_bias(e.up, record, factor * begin, factor * count, of);
+      if (e.gate == kConcatenated) add_bias(e.up, record, outputs + begin, count, of + count);
+      activate(e, of, count, to + begin);
       if (end == outputs) std::memset(to + outputs, 0, (padded(outputs) - outputs) * sizeof(X));
     }
   }
 }
 
-template <class S, bool kPrompt = false>
-void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
-          bool add, const Scratch& scratch, const Place& next) {
-  const std::size_t count = end - begin, columns = e.hidden(), pass = Scratch::pass_tokens(count);
+template <class S, class F>
+inline void down_by(const F& multiply, const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end,
+                    const Tokens& tokens, float* out, bool add, float* sums, std::size_t pass, const Place& next) {
+  constexpr std::size_t kAhead = 8;  // tokens whose places are fetched
+  const std::size_t count = end - begin, columns = e.hidden();
+  const auto place = [&](std::size_t t) { return out + tokens.place(t) * columns + begin; };
   for (std::size_t first = 0; first < tokens.count; first += pass) {
     const std::size_t n = least(pass, tokens.count - first);
-    const void* x = row_of<S>(tokens.x, first, e.intermediate());
-    multiply<S, kPrompt>(e.down, record, begin, end, x, n, scratch, next, scratch.sums, count);
+    multiply(e.down, record, begin, end, row_of<S>(tokens.x, first, e.intermediate()), n, next, sums, count);
     for (std::size_t t = 0; t < n; t++) {
-      float* sums = scratch.sums + t * count;
-      float* to = out + tokens.place(first + t) * columns + begin;
+      for (std::size_t i = 0; add && t + kAhead < n && i < count; i += 16) __builtin_prefetch(place(first + t + kAhead) + i, 1);
+      float *of = sums + t * count, *to = place(first + t);
       const float factor = tokens.factors[first + t];
-      add_bias(e.down, record, begin, count, sums);
+      add_bias(e.down, record, begin, count, of);
       if (add) {
-        for (std::size_t i = 0; i < count; i++) to[i] += factor * sums[i];
+        for (std::size_t i = 0; i < count; i++) to[i] += factor * of[i];
       } else {
-        for (std::size_t i = 0; i < count; i++) to[i] = factor * sums[i];
+        for (std::size_t i = 0; i < count; i++) to[i] = factor * of[i];
       }
     }
   }
+}
+
+// Products by `multiply`.
+template <class S, bool kPrompt>
+struct Products {
+  const Scratch& scratch;
+
+  void operator()(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x, std::size_t n,
+                  const Place& next, float* y, std::size_t y_stride) const {
+    multiply<S, kPrompt>(m, record, begin, end, x, n, scratch, next, y, y_stride);
+  }
+};
+
+template <class S, bool kPrompt = false>
+void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
+        const Scratch& scratch, const Place& next) {
+  const std::size_t width = (end - begin) * (e.gate == kNoGate ? 1 : 2);
+  up_by<S>(Products<S, kPrompt>{scratch}, e, record, begin, end, tokens, h, scratch.sums, Scratch::pass_tokens(width), next);
+}
+
+template <class S, bool kPrompt = false>
+void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
+          bool add, const Scratch& scratch, const Place& next) {
+  const std::size_t pass = Scratch::pass_tokens(end - begin);
+  down_by<S>(Products<S, kPrompt>{scratch}, e, record, begin, end, tokens, out, add, scratch.sums, pass, next);
 }
 
 template <class S>

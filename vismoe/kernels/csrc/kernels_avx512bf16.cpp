@@ -1,5 +1,6 @@
-// AVX-512 with BF16. For long prompts without AMX, the next two inputs of eight rows of weights meet those of up to 48 tokens,
-// sixteen in a vector: no sum lies across the lanes of one.
+// AVX-512 with BF16. For long prompts without AMX, and for attention, the next two inputs of up to 64 rows lie in the lanes of up to
+// four vectors, and meet those of up to eight other rows, each in every lane: no sum lies across the lanes of one, so all are added in
+// the order of the inputs, whatever the numbers of rows.
 
 #include "prompt_attention.h"
 #include "table.h"
@@ -9,101 +10,157 @@ namespace {
 
 using S = Avx512Bf16;
 
-constexpr std::size_t kBlockRows = 8, kBlockGroups = 3;  // whose sums fit in registers
-constexpr std::size_t kBlockInputs = 2048;               // of which a block's groups stay in the L2 cache
+// ------------------------------------------------------------------ products of matrices
+constexpr std::size_t kMostVectors = 4, kRowsOfX = 8;
+constexpr std::size_t rows_beside(std::size_t vectors) { return vectors == kMostVectors ? 6 : kRowsOfX; }  // whose sums fit in registers
+constexpr std::size_t kBlockInputs = 2048;  // of which weights stay in the L2 cache
 
-// Eight rows and up to three groups of tokens. The last group takes half a vector if it has at most eight tokens (kHalf).
-template <std::size_t kGroups, bool kHalf>
-struct Block {
-  static constexpr std::size_t kWhole = kGroups - kHalf;
-  __m512 sums[kBlockRows][kWhole + 1];
-  __m256 half[kBlockRows];
-
-  // sums[row, token] += those of inputs first .. first + inputs; there are none yet if `first` is 0.
-  static void add(const X* rows, std::size_t stride, const Groups& in, std::size_t g, std::size_t first, std::size_t inputs,
-                  float* sums, Later& later) {
-    Block made;
+// Rows of x, `stride` apart, and groups of weights, kTile each and `group` apart: to[row, weight], `to_stride` apart, = the sums of
+// `inputs` inputs, or += those where they aren't the `first`. `last` are the weights that are there of the last group.
+using AddLanes = void (*)(const X* x, std::size_t stride, const X* weights, std::size_t group, std::size_t inputs, bool first, float* to,
+                          std::size_t to_stride, __mmask16 last, Later& later);
+template <std::size_t kVectors, std::size_t kCount>
+void add_lanes(const X* x, std::size_t stride, const X* weights, std::size_t group, std::size_t inputs, bool first, float* to,
+               std::size_t to_stride, __mmask16 last, Later& later) {
+  const auto mask = [last](std::size_t v) { return v + 1 == kVectors ? last : static_cast<__mmask16>(-1); };
+  __m512 sums[kCount][kVectors];
 #pragma GCC unroll 8
-    for (std::size_t r = 0; r < kBlockRows; r++) {
-      const float* from = sums + r * kWideTokens;
-#pragma GCC unroll 3
-      for (std::size_t i = 0; i < kWhole; i++) {
-        made.sums[r][i] = first == 0 ? _mm512_setzero_ps() : _mm512_load_ps(from + i * kTile);
-      }
-      if constexpr (kHalf) made.half[r] = first == 0 ? _mm256_setzero_ps() : _mm256_load_ps(from + kWhole * kTile);
-    }
-    const std::uint8_t* x[kGroups];
-    std::size_t step[kGroups];
-    for (std::size_t i = 0; i < kGroups; i++) {
-      step[i] = in.size(g + i) * 4;
-      x[i] = in.group(g + i) + first / 2 * step[i];
-    }
-    for (std::size_t k = first; k < first + inputs; k += kSpan) {
-      for (std::size_t p = k; p < k + kSpan; p += 2) {
-        __m512bh tokens[kWhole + 1];
-        __m256bh few;
-#pragma GCC unroll 3
-        for (std::size_t i = 0; i < kWhole; i++) tokens[i] = (__m512bh)_mm512_loadu_si512(x[i]);
-        if constexpr (kHalf) few = (__m256bh)_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x[kWhole]));
-#pragma GCC unroll 3
-        for (std::size_t i = 0; i < kGroups; i++) x[i] += step[i];
-#pragma GCC unroll 8
-        for (std::size_t r = 0; r < kBlockRows; r++) {
-          std::int32_t pair;
-          std::memcpy(&pair, rows + r * stride + p, sizeof pair);
-          if constexpr (kWhole == 0) {
-            made.half[r] = _mm256_dpbf16_ps(made.half[r], (__m256bh)_mm256_set1_epi32(pair), few);
-          } else {
-            const __m512i two = _mm512_set1_epi32(pair);
-#pragma GCC unroll 3
-            for (std::size_t i = 0; i < kWhole; i++) {
-              made.sums[r][i] = _mm512_dpbf16_ps(made.sums[r][i], (__m512bh)two, tokens[i]);
-            }
-            if constexpr (kHalf) made.half[r] = _mm256_dpbf16_ps(made.half[r], (__m256bh)_mm512_castsi512_si256(two), few);
-          }
-        }
-      }
-      later.step();
-    }
-#pragma GCC unroll 8
-    for (std::size_t r = 0; r < kBlockRows; r++) {
-      float* to = sums + r * kWideTokens;
-#pragma GCC unroll 3
-      for (std::size_t i = 0; i < kWhole; i++) _mm512_store_ps(to + i * kTile, made.sums[r][i]);
-      if constexpr (kHalf) _mm256_store_ps(to + kWhole * kTile, made.half[r]);
+  for (std::size_t r = 0; r < kCount; r++) {
+#pragma GCC unroll 4
+    for (std::size_t v = 0; v < kVectors; v++) {
+      sums[r][v] = first ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(mask(v), to + r * to_stride + v * kTile);
     }
   }
-};
+  constexpr std::size_t kThrees = (kCount + 2) / 3;
+  const X* three[kThrees];  // rows of x: an address for each would not fit in registers
+#pragma GCC unroll 3
+  for (std::size_t i = 0; i < kThrees; i++) three[i] = x + 3 * i * stride;
+  for (std::size_t k = 0; k < inputs; k += kSpan) {
+#pragma GCC unroll 1
+    for (std::size_t pair = 0; pair < kSpan; pair += 2, weights += 2 * kTile) {
+      __m512bh two[kVectors];
+#pragma GCC unroll 4
+      for (std::size_t v = 0; v < kVectors; v++) two[v] = (__m512bh)_mm512_load_si512(weights + v * group);
+#pragma GCC unroll 8
+      for (std::size_t r = 0; r < kCount; r++) {
+        std::int32_t inputs_of_x;
+        std::memcpy(&inputs_of_x, three[r / 3] + r % 3 * stride + pair, sizeof inputs_of_x);
+        const __m512bh same = (__m512bh)_mm512_set1_epi32(inputs_of_x);
+#pragma GCC unroll 4
+        for (std::size_t v = 0; v < kVectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], two[v], same);
+      }
+    }
+#pragma GCC unroll 3
+    for (std::size_t i = 0; i < kThrees; i++) three[i] += kSpan;
+    later.step();
+  }
+#pragma GCC unroll 8
+  for (std::size_t r = 0; r < kCount; r++) {
+#pragma GCC unroll 4
+    for (std::size_t v = 0; v < kVectors; v++) _mm512_mask_storeu_ps(to + r * to_stride + v * kTile, mask(v), sums[r][v]);
+  }
+}
+
+template <std::size_t... I>
+constexpr AddLanes add_lanes_of(std::size_t vectors, std::size_t rows, std::index_sequence<I...>) {
+  constexpr AddLanes of[] = {add_lanes<I / kRowsOfX + 1, least(I % kRowsOfX + 1, rows_beside(I / kRowsOfX + 1))>...};
+  return of[(vectors - 1) * kRowsOfX + rows - 1];
+}
 
 struct InVectors {
   struct Scope {
     Scope() {}
   };
 
-  static std::size_t blocks(const Groups& in) { return (in.count() + kBlockGroups - 1) / kBlockGroups; }
-  static std::size_t steps(std::size_t count, const Groups& in, std::size_t inputs) {
-    return blocks(in) * ((count + kBlockRows - 1) / kBlockRows) * (inputs / kSpan);
-  }
-  static void multiply(const X* rows, std::size_t stride, std::size_t count, const Groups& in, std::size_t inputs, float* sums,
+  static std::size_t blocks(std::size_t n, std::size_t most) { return (n + most - 1) / most; }
+  // sums[row, weight] of `count` rows of x and of the weights in `groups`.
+  static void multiply(const X* rows, std::size_t stride, std::size_t count, const Groups& groups, std::size_t inputs, float* sums,
                        Later& later) {
-    std::size_t left = blocks(in);
-    for (std::size_t g = 0, groups = 0; g < in.count(); g += groups, left--) {
-      groups = (in.count() - g + left - 1) / left;  // nearly equal
+    multiply(rows, stride, count, reinterpret_cast<const X*>(groups.at), groups.row_bytes / sizeof(X) * kTile, groups.rows, inputs, sums,
+             kWideTokens, later);
+  }
+  static void multiply(const X* rows, std::size_t stride, std::size_t count, const X* weights, std::size_t group, std::size_t outputs,
+                       std::size_t inputs, float* sums, std::size_t to_stride, Later& later) {
+    const std::size_t vectors = blocks(outputs, kTile);
+    std::size_t left = blocks(vectors, kMostVectors);
+    for (std::size_t v = 0, taken = 0; v < vectors; v += taken, left--) {
+      taken = blocks(vectors - v, left);  // nearly equal
+      const __mmask16 last = first16(least(kTile, outputs - (v + taken - 1) * kTile));
       for (std::size_t first = 0; first < inputs; first += kBlockInputs) {
-        for (std::size_t r = 0; r < count; r += kBlockRows) {
-          const auto compute = [&](auto block) {
-            float* to = sums + r * kWideTokens + g * kTile;
-            block(rows + r * stride, stride, in, g, first, least(kBlockInputs, inputs - first), to, later);
-          };
-          const bool half = in.size(g + groups - 1) <= kTile / 2;
-          if (groups == 3) half ? compute(Block<3, true>::add) : compute(Block<3, false>::add);
-          if (groups == 2) half ? compute(Block<2, true>::add) : compute(Block<2, false>::add);
-          if (groups == 1) half ? compute(Block<1, true>::add) : compute(Block<1, false>::add);
+        std::size_t rows_left = blocks(count, rows_beside(taken));
+        for (std::size_t r = 0, some = 0; r < count; r += some, rows_left--) {
+          some = blocks(count - r, rows_left);
+          const AddLanes add = add_lanes_of(taken, some, std::make_index_sequence<kMostVectors * kRowsOfX>());
+          add(rows + r * stride + first, stride, weights + v * group + first * kTile, group, least(kBlockInputs, inputs - first), first == 0,
+              sums + r * to_stride + v * kTile, to_stride, last, later);
         }
       }
     }
   }
 };
+
+// ------------------------------------------------------------------ long prompts
+// Memory of one thread.
+struct LongScratch {
+  RestoredRows restored;  // of sixteen rows
+  X* weights;             // [kChunkRows / kTile, inputs, kTile]: the next two inputs of sixteen rows side by side
+  float* sums;            // [kWideTokens, 2 * kChunkRows]
+
+  static std::size_t bytes(std::size_t inputs) {
+    return RestoredRows::bytes(inputs, kTile) + kChunkRows * padded(inputs) * sizeof(X) + 2 * kWideTokens * kChunkRows * sizeof(float);
+  }
+  static LongScratch at(std::uint8_t* memory, std::size_t inputs) {
+    X* weights = reinterpret_cast<X*>(memory + RestoredRows::bytes(inputs, kTile));
+    return {RestoredRows::at(memory, inputs), weights, reinterpret_cast<float*>(weights + kChunkRows * padded(inputs))};
+  }
+};
+
+// Rows begin .. end, at most kChunkRows, restored and as groups.
+void pack_weights(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const LongScratch& scratch) {
+  const std::size_t inputs = static_cast<std::size_t>(m.inputs), width = padded(inputs), row_bytes = static_cast<std::size_t>(m.row_bytes);
+  X* to = scratch.weights;
+  for (std::size_t row = begin; row < end; row += kTile, to += kTile * width) {
+    const std::size_t count = least(kTile, end - row);
+    const void* rows[kTile];
+    for (std::size_t r = 0; r < count; r++) rows[r] = record + m.codes + (row + r) * row_bytes;
+    if (m.encoding != kRawBf16) {
+      restore_any(m, record, row, row + count, scratch.restored, std::make_index_sequence<kEncodings>());
+      for (std::size_t r = 0; r < count; r++) rows[r] = scratch.restored.rows + r * stride_of(inputs);
+    }
+    pack_as_group(rows, count, kTile, m.encoding == kRawBf16 ? inputs : width, width, to);
+  }
+}
+
+// y[token, row - begin] of at most kWideTokens tokens.
+struct LongProducts {
+  const LongScratch& scratch;
+
+  void operator()(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x, std::size_t n,
+                  const Place& next, float* y, std::size_t y_stride) const {
+    const std::size_t inputs = static_cast<std::size_t>(m.inputs), width = padded(inputs);
+    for (std::size_t row = begin; row < end; row += kChunkRows, y += kChunkRows) {
+      const std::size_t last = least(row + kChunkRows, end);
+      pack_weights(m, record, row, last, scratch);
+      const std::size_t steps = InVectors::blocks(n, rows_beside(kMostVectors)) * (width / kSpan);
+      Later later{last == end ? next.codes : record + m.codes + last * static_cast<std::size_t>(m.row_bytes), 0};
+      later.each = (last - row) * static_cast<std::size_t>(m.row_bytes) / steps + 1;
+      InVectors::multiply(static_cast<const X*>(x), stride_of(inputs), n, scratch.weights, kTile * width, last - row, width, y, y_stride,
+                          later);
+    }
+  }
+};
+
+void up_long(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
+             std::uint8_t* memory, std::size_t most_inputs, const Place& next) {
+  const LongScratch scratch = LongScratch::at(memory, most_inputs);
+  up_by<S>(LongProducts{scratch}, e, record, begin, end, tokens, h, scratch.sums, kWideTokens, next);
+}
+
+void down_long(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
+               std::uint8_t* memory, std::size_t most_inputs, const Place& next) {
+  const LongScratch scratch = LongScratch::at(memory, most_inputs);
+  down_by<S>(LongProducts{scratch}, e, record, begin, end, tokens, out, true, scratch.sums, kWideTokens, next);
+}
 
 // ------------------------------------------------------------------ prompts
 void pack_rows(const void* const* rows, std::size_t count, std::size_t inputs, void* packed) {
@@ -136,10 +193,11 @@ const Multiply* multiplies_avx512bf16() { return MultiplyTable<S, false, std::ma
 
 const Kernels& kernels_avx512bf16() {
   static const PromptKernels prompts = {Scratch::bytes, pack_rows, up_prompt, down_prompt};
+  static const PromptKernels long_prompts = {LongScratch::bytes, pack_rows, up_long, down_long};
   static const Kernels kernels = [] {
     Kernels made = kernels_of<S>();
     made.prompts = &prompts;
-    made.long_prompts = &wide_prompts<InVectors>();
+    made.long_prompts = &long_prompts;
     made.attend_rows = attend_rows<InVectors>;
     made.most_rows = rows_in_streams;
     made.attend_rows_bytes = AttendedScratch::bytes;

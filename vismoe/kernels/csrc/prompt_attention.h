@@ -69,7 +69,7 @@ inline void pack_keys(const X* keys, std::size_t stride, std::size_t count, std:
     const void* rows[kTile];
     const std::size_t there = least(kTile, count - k);
     for (std::size_t i = 0; i < there; i++) rows[i] = keys + (k + i) * stride;
-    pack_tokens(rows, there, kTile, columns, width, packed + k * width);
+    pack_as_group(rows, there, kTile, columns, width, packed + k * width);
   }
 }
 

@@ -1,11 +1,13 @@
-// Experts for the tokens of a prompt, on sets with products of bfloat16: sums [row of weights, token] in float32.
+// What products of matrices of bfloat16 share: for the experts of prompts, and for attention.
 //
-// Rows of weights are restored to bfloat16 first, for all tokens of a pass, whatever their encoding. Tokens lie in groups of up
-// to sixteen: the next two inputs of every token of the group, then the two that follow. A group of c tokens takes the memory of
-// c packed rows; whoever reads sixteen tokens there gets other numbers of the group for the rest, and nothing reads their sums.
+// Rows lie in groups of up to sixteen: the next two inputs of every row of the group, then the two that follow. A group of c rows
+// takes the memory of c packed rows; whoever reads sixteen there gets other numbers of the group for the rest, and nothing reads
+// their sums. Of attention, these are keys, or columns of values; for AMX, tokens of an expert; without AMX, rows of weights.
 //
-// `P` multiplies: P::Scope is what a task holds meanwhile; P::multiply(rows, stride, count, groups, inputs, sums, later) computes
-// sums [row, token] of `count` rows, which may be rounded up to 32, and calls later.step() as often as P::steps says.
+// Weights are restored to bfloat16 first, for all tokens of a pass, whatever their encoding.
+//
+// `P` multiplies for attention: P::Scope is what a task holds meanwhile; P::multiply(rows, stride, count, groups, inputs, sums, later)
+// computes sums[row, row of the groups], kWideTokens apart, of `count` rows, or of more, up to a multiple of 32.
 
 #pragma once
 
@@ -16,36 +18,30 @@ namespace {
 
 using X = Avx512Bf16::X;
 
-constexpr std::size_t kTile = 16;         // tokens of a group
+constexpr std::size_t kTile = 16;         // rows of a group
 constexpr std::size_t kSpan = 32;         // inputs that are packed together
 constexpr std::size_t kWideTokens = 256;  // tokens of one pass over the weights
 
-// Memory of one thread.
-struct WideScratch {
+// Memory of one thread: its Scratch, then restored rows.
+struct RestoredRows {
   Scratch narrow;
-  X* rows;       // [kChunkRows, stride]: restored weights
-  float* sums;   // [2 * kChunkRows, kWideTokens]: products before bias and activation
-  X* activated;  // [kChunkRows, kWideTokens]
+  X* rows;  // [count, stride]
 
-  static std::size_t bytes(std::size_t inputs) {
-    return round_up(Scratch::bytes(inputs), kAlignment) + kChunkRows * stride_of(inputs) * sizeof(X) +
-           kChunkRows * kWideTokens * (2 * sizeof(float) + sizeof(X));
+  static std::size_t bytes(std::size_t inputs, std::size_t count) {
+    return round_up(Scratch::bytes(inputs), kAlignment) + count * stride_of(inputs) * sizeof(X);
   }
-  static WideScratch at(std::uint8_t* memory, std::size_t inputs) {
-    std::uint8_t* rows = memory + round_up(Scratch::bytes(inputs), kAlignment);
-    std::uint8_t* sums = rows + kChunkRows * stride_of(inputs) * sizeof(X);
-    return {Scratch::at(memory, inputs), reinterpret_cast<X*>(rows), reinterpret_cast<float*>(sums),
-            reinterpret_cast<X*>(sums + 2 * kChunkRows * kWideTokens * sizeof(float))};
+  static RestoredRows at(std::uint8_t* memory, std::size_t inputs) {
+    return {Scratch::at(memory, inputs), reinterpret_cast<X*>(memory + round_up(Scratch::bytes(inputs), kAlignment))};
   }
 };
 
-// Up to kWideTokens packed tokens from `at` on, each of `row_bytes`.
+// Up to kWideTokens packed rows from `at` on, each of `row_bytes`.
 struct Groups {
   const std::uint8_t* at;
-  std::size_t tokens, row_bytes;
+  std::size_t rows, row_bytes;
 
-  std::size_t count() const { return (tokens + kTile - 1) / kTile; }
-  std::size_t size(std::size_t g) const { return least(kTile, tokens - g * kTile); }
+  std::size_t count() const { return (rows + kTile - 1) / kTile; }
+  std::size_t size(std::size_t g) const { return least(kTile, rows - g * kTile); }
   const std::uint8_t* group(std::size_t g) const { return at + g * kTile * row_bytes; }
 };
 
@@ -71,8 +67,8 @@ inline __m512i pair_rows(const X* first, const X* second, __mmask16 there) {
   return _mm512_or_si512(words(first), _mm512_slli_epi32(words(second), 16));
 }
 
-// Packs `count` rows as a group of `size` tokens, with zeros for those and for the inputs that are not there.
-inline void pack_tokens(const void* const* rows, std::size_t count, std::size_t size, std::size_t inputs, std::size_t width, void* packed) {
+// Packs `count` rows as a group of `size`, with zeros for those and for the inputs that are not there.
+inline void pack_as_group(const void* const* rows, std::size_t count, std::size_t size, std::size_t inputs, std::size_t width, void* packed) {
   std::uint32_t* to = static_cast<std::uint32_t*>(packed);
   for (std::size_t k = 0; k < width; k += kSpan) {
     const std::size_t there = k < inputs ? least(kSpan, inputs - k) : 0;
@@ -86,14 +82,9 @@ inline void pack_tokens(const void* const* rows, std::size_t count, std::size_t 
   }
 }
 
-inline void pack_group(const void* const* rows, std::size_t count, std::size_t inputs, void* packed) {
-  pack_tokens(rows, count, count, inputs, padded(inputs), packed);
-}
-
-// ------------------------------------------------------------------ products
 // to[row - begin, :] = rows begin .. end of a matrix as bfloat16, padded with zeros.
 template <Encoding E>
-void restore_rows(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const WideScratch& scratch) {
+void restore_rows(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const RestoredRows& scratch) {
   using D = Avx512Bf16::Decoder<E>;
   const std::size_t stride = stride_of(static_cast<std::size_t>(m.inputs));
   float *scales = scratch.narrow.scales, *minima = scales + kRows * scratch.narrow.steps;
@@ -115,126 +106,10 @@ void restore_rows(const Matrix& m, const std::uint8_t* record, std::size_t begin
 }
 
 template <std::size_t... E>
-void restore_any(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const WideScratch& scratch,
+void restore_any(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const RestoredRows& scratch,
                  std::index_sequence<E...>) {
   static constexpr decltype(&restore_rows<kRawBf16>) of[] = {restore_rows<E == kRawFp16 ? kRawBf16 : static_cast<Encoding>(E)>...};
   of[m.encoding](m, record, begin, end, scratch);
-}
-
-// sums[row - begin, token] of at most kChunkRows rows, with their bias.
-template <class P>
-void multiply_wide(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const Groups& in,
-                   const WideScratch& scratch, const Place& next, float* sums) {
-  const std::size_t inputs = static_cast<std::size_t>(m.inputs), stride = stride_of(inputs);
-  restore_any(m, record, begin, end, scratch, std::make_index_sequence<kEncodings>());
-  const std::size_t bytes = (end - begin) * static_cast<std::size_t>(m.row_bytes);
-  Later later{next.codes, bytes / P::steps(end - begin, in, padded(inputs)) + 1};
-  P::multiply(scratch.rows, stride, end - begin, in, padded(inputs), sums, later);
-  if (m.bias_dtype < 0) return;
-  for (std::size_t row = begin; row < end; row++) {
-    const float bias = value_at(record + m.bias, static_cast<Dtype>(m.bias_dtype), row);
-    float* of = sums + (row - begin) * kWideTokens;
-    for (std::size_t t = 0; t < round_up(in.tokens, kTile); t++) of[t] += bias;
-  }
-}
-
-// ------------------------------------------------------------------ tasks
-template <Activation A>
-void activate_wide(const Expert& e, const float* sums, std::size_t count, std::size_t tokens, X* to) {
-  for (std::size_t i = 0; i < count; i++, to += kWideTokens) {
-    const float* row = sums + i * kWideTokens;
-    if (e.gate == kConcatenated) activate_as<A, 1, true>(row, row + kChunkRows * kWideTokens, tokens, e.alpha, e.limit, to);
-    if (e.gate == kInterleaved) {
-      activate_as<A, 1, true>(row + i * kWideTokens, row + (i + 1) * kWideTokens, tokens, e.alpha, e.limit, to);
-    }
-    if (e.gate == kNoGate) activate_as<A, 1, false>(row, row, tokens, e.alpha, e.limit, to);
-  }
-}
-
-void activate_wide(const Expert& e, const float* sums, std::size_t count, std::size_t tokens, X* to) {
-  switch (e.activation) {
-    case kSilu: return activate_wide<kSilu>(e, sums, count, tokens, to);
-    case kGeluTanh: return activate_wide<kGeluTanh>(e, sums, count, tokens, to);
-    case kGeluErf: return activate_wide<kGeluErf>(e, sums, count, tokens, to);
-    case kReluSquared: return activate_wide<kReluSquared>(e, sums, count, tokens, to);
-    default: return activate_wide<kClampedSwiglu>(e, sums, count, tokens, to);
-  }
-}
-
-// Outputs begin .. end of the activation, rows of `from`, become pairs of inputs of the groups at `h`.
-void pack_outputs(const X* from, std::size_t begin, std::size_t end, std::size_t outputs, const Groups& in, std::uint8_t* h) {
-  for (std::size_t g = 0; g < in.count(); g++) {
-    const std::size_t c = in.size(g);
-    std::uint32_t* to = reinterpret_cast<std::uint32_t*>(h + g * kTile * in.row_bytes) + begin / 2 * c;
-    for (std::size_t i = begin; i < (end == outputs ? padded(outputs) : end); i += 2, to += c) {
-      const X* row = from + (i - begin) * kWideTokens + g * kTile;
-      const __m512i pairs = pair_rows(i < end ? row : nullptr, i + 1 < end ? row + kWideTokens : nullptr, first16(kTile));
-      _mm512_mask_storeu_epi32(to, first16(c), pairs);
-    }
-  }
-}
-
-template <class P>
-void up_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
-             std::uint8_t* memory, std::size_t most_inputs, const Place& next) {
-  const typename P::Scope scope;
-  const WideScratch scratch = WideScratch::at(memory, most_inputs);
-  const std::size_t outputs = e.intermediate(), count = end - begin, x_bytes = stride_of(e.hidden()) * sizeof(X);
-  const std::size_t h_bytes = stride_of(outputs) * sizeof(X);
-  for (std::size_t first = 0; first < tokens.count; first += kWideTokens) {
-    const std::size_t n = least(kWideTokens, tokens.count - first);
-    const Groups in{static_cast<const std::uint8_t*>(tokens.x) + first * x_bytes, n, x_bytes};
-    float *sums = scratch.sums, *second = sums + kChunkRows * kWideTokens;
-    if (e.gate == kConcatenated) {
-      multiply_wide<P>(e.up, record, begin, end, in, scratch, place_of(e.up, record, outputs + begin, end - begin), sums);
-      multiply_wide<P>(e.up, record, outputs + begin, outputs + end, in, scratch, next, second);
-    } else if (e.gate == kInterleaved) {
-      const std::size_t middle = least(2 * begin + kChunkRows, 2 * end);
-      multiply_wide<P>(e.up, record, 2 * begin, middle, in, scratch, place_of(e.up, record, middle, 2 * end - middle), sums);
-      if (middle < 2 * end) multiply_wide<P>(e.up, record, middle, 2 * end, in, scratch, next, second);
-    } else {
-      multiply_wide<P>(e.up, record, begin, end, in, scratch, next, sums);
-    }
-    activate_wide(e, sums, count, round_up(n, kTile), scratch.activated);
-    pack_outputs(scratch.activated, begin, end, outputs, {nullptr, n, h_bytes}, static_cast<std::uint8_t*>(h) + first * h_bytes);
-  }
-}
-
-template <class P>
-void down_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
-               std::uint8_t* memory, std::size_t most_inputs, const Place& next) {
-  const typename P::Scope scope;
-  const WideScratch scratch = WideScratch::at(memory, most_inputs);
-  const std::size_t columns = e.hidden(), x_bytes = stride_of(e.intermediate()) * sizeof(X);
-  for (std::size_t first = 0; first < tokens.count; first += kWideTokens) {
-    const std::size_t n = least(kWideTokens, tokens.count - first);
-    const Groups in{static_cast<const std::uint8_t*>(tokens.x) + first * x_bytes, n, x_bytes};
-    const auto place = [&](std::size_t t) { return out + tokens.place(first + t) * columns; };
-    multiply_wide<P>(e.down, record, begin, end, in, scratch, next, scratch.sums);
-    for (std::size_t g = 0; g < in.count(); g++) {
-      for (std::size_t t = (g + 1) * kTile; t < least((g + 2) * kTile, n); t++) {  // what the next group is added to
-        for (std::size_t i = begin; i < end; i += kTile) __builtin_prefetch(place(t) + i, 1);
-      }
-      for (std::size_t i = begin; i < end; i += kTile) {
-        const __mmask16 there = first16(least(kTile, end - i));
-        __m512i v[16];
-        for (std::size_t r = 0; r < kTile; r++) v[r] = _mm512_loadu_si512(scratch.sums + (i - begin + r) * kWideTokens + g * kTile);
-        transpose(v);
-        for (std::size_t t = 0; t < in.size(g); t++) {
-          float* to = place(g * kTile + t) + i;
-          const __m512 factor = _mm512_set1_ps(tokens.factors[first + g * kTile + t]);
-          const __m512 made = _mm512_mul_ps(factor, _mm512_castsi512_ps(v[t]));
-          _mm512_mask_storeu_ps(to, there, _mm512_add_ps(_mm512_maskz_loadu_ps(there, to), made));
-        }
-      }
-    }
-  }
-}
-
-template <class P>
-const PromptKernels& wide_prompts() {
-  static const PromptKernels prompts = {WideScratch::bytes, pack_group, up_wide<P>, down_wide<P>};
-  return prompts;
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ from vismoe.paging.lent import Group, Lending, Lent
 from vismoe.types import ExpertInventory
 
 PAIRS_PER_CALL = 1024  # bounds the intermediate results between an expert's two products
-LONG_PROMPT = 64  # tokens of each expert, on average, from which the CPU kernels for long prompts are the quicker ones
+LONG_PROMPT = 32  # tokens of each expert, on average, from which the CPU kernels for long prompts are the quicker ones
 Call = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 

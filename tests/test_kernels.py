@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from expert_records import DTYPES, FORMATS, FORMS, Batch, Experts, on_every_set, rms
+from expert_records import DTYPES, FORMATS, FORMS, Batch, Experts, on_every_set, rms, typical
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import examples
@@ -130,25 +130,34 @@ def test_no_sigmoid_is_a_denormal_number(isa):
 
 
 # ------------------------------------------------------------------ what results do not depend on
+@pytest.mark.parametrize("hidden", [330, 2200])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_result_depends_on_its_own_token_and_expert_only(isa, format):
-    """Not on threads, on other experts in the call, or on the other tokens of the expert: the same bits."""
+def test_a_result_depends_on_its_own_token_and_expert_only(isa, format, hidden):
+    """Not on threads, on other experts in the call, or on the other tokens of the expert: the same bits. Nor on how many inputs
+    or tokens a kernel takes at a time."""
     torch.manual_seed(3)
     np.random.seed(3)
-    experts, batch = Experts.of(format, hidden=330, intermediate=190, count=5), Batch.of([1, 70, 0, 9, 5], 330, tokens=80)
-    together, prompt = batch.parts(experts), batch.in_a_prompt(experts)
+    experts, batch = Experts.of(format, hidden=hidden, intermediate=190, count=5), Batch.of([1, 270, 0, 9, 5], hidden, tokens=280)
+    together, prompts = batch.parts(experts), [batch.in_a_prompt(experts, long) for long in (False, True)]
+    size = typical(experts, batch)
+    for parts in (together, *prompts):
+        assert rms(parts - batch.oracle(experts)) <= tolerance(isa, experts, batch.hidden) * size
     for threads in (1, 3):
         cpu.start(threads, isa)
-        assert torch.equal(batch.parts(experts), together) and torch.equal(batch.in_a_prompt(experts), prompt)
-    for pair in (0, 1, 37, 70, 71, 80, 84):
+        assert torch.equal(batch.parts(experts), together)
+        for long in (False, True):
+            assert torch.equal(batch.in_a_prompt(experts, long), prompts[long])
+    for pair in (0, 1, 37, 256, 257, 270, 271, 280, 284):
         expert = int(np.searchsorted(batch.starts, pair, side="right")) - 1
-        alone = torch.empty(1, 330)
+        alone = torch.empty(1, hidden)
         records, starts = experts.records()[expert : expert + 1], np.array([0, 1], np.int32)
         token, factor = batch.tokens[pair : pair + 1], batch.factors[pair : pair + 1]
         experts.kernel.parts(records, starts, token, factor, batch.hidden, alone)
         assert torch.equal(alone[0], together[pair])
-        experts.kernel.parts(records, starts, np.zeros(1, np.int32), factor, batch.hidden[token], alone.zero_(), adding=True)
-        assert torch.equal(alone[0], prompt[pair])
+        for long in (False, True):
+            call = records, starts, np.zeros(1, np.int32), factor, batch.hidden[token], alone.zero_()
+            experts.kernel.parts(*call, adding=True, long=long)
+            assert torch.equal(alone[0], prompts[long][pair])
 
 
 @pytest.mark.parametrize("formats", PAIRS, ids="/".join)

@@ -11,8 +11,9 @@ to the next, and only rates measured together are comparable. Results are median
 format), their share of the memory's rate in the same round, weights per second, GFLOP/s, and the speed of VisMoE's kernels
 divided by torch's. The last line on stdout is one JSON object; `--json` prints only that.
 
-"prompt": the call that adds the experts of a prompt up, for which AMX and AVX-512 BF16 have kernels of their own; torch's
-products are the same.
+"prompt": a layer of 128 experts, of which each token of a prompt wants eight, some of them more often than others. VisMoE's call
+adds the experts up, for which AMX and AVX-512 BF16 have kernels of their own; torch picks the tokens of each expert and computes
+its products. "tokens" are those of an expert, on average.
 
 torch has no operators for the encodings of published checkpoints (`--weights fp8 q4_k`). For prompts its product of weights that
 were restored to bfloat16 before is their contestant; single tokens and small batches have none.
@@ -48,7 +49,8 @@ from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 FORM = ExpertForm("gate_up_proj", "down_proj", False, Gate.CONCATENATED, Activation.SILU)
 EXPERTS_OF_A_CALL = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-PROMPTS = (16, 64, 128, 256)
+PROMPTS = (16, 32, 64, 128, 256)  # tokens of an expert, on average
+EXPERTS_OF_A_LAYER, CHOICES, SKEW = 128, 8, 0.5  # the n-th expert is wanted n ** -SKEW times as often as the first
 ROUND_S = 0.05  # least time of each contestant
 WEIGHTS = {
     "bfloat16": (Format.RAW, torch.bfloat16),
@@ -84,7 +86,7 @@ class KernelContest:
     """Two ways to do the same work."""
 
     name: str
-    tokens: int  # per expert, of the linear, queries that share keys, or of the prompt
+    tokens: int  # per expert, of the linear, queries that share keys, or of the prompt that is attended to
     flop: int  # of one call
     ours: Iterator[Call]
     our_bytes: int  # weights that one call of VisMoE's kernels reads
@@ -168,17 +170,29 @@ def expert_contests(
     of_torch = (Format.RAW, restored_slabs(raw, working_set.numel())) if encoding else (format, slabs)
     theirs = torch_experts(*of_torch, raw)
     name = encoding or (dtype_name(dtype) if format is Format.RAW else str(format))
-    for tokens, prompt in [*((tokens, False) for tokens in BATCHES), *((tokens, True) for tokens in PROMPTS)]:
+    for tokens in BATCHES:
         x = torch.randn(tokens, hidden).to(dtype)
-        rival = theirs if prompt or not encoding else None
+        rival = None if encoding else theirs
         yield KernelContest(
-            f"{name}, prompt" if prompt else name,
+            name,
             tokens,
             6 * hidden * intermediate * tokens * EXPERTS_OF_A_CALL,
-            our_calls(kernel, slabs, x, prompt),
+            our_calls(kernel, slabs, x),
             slab.payload_bytes * EXPERTS_OF_A_CALL,
             rival.calls(x) if rival else None,
             rival.bytes_of_one * EXPERTS_OF_A_CALL if rival else 0,
+        )
+    for tokens in PROMPTS:
+        prompt = RoutedPrompt.of(tokens * EXPERTS_OF_A_LAYER // CHOICES)
+        x = torch.randn(len(prompt), hidden).to(dtype)
+        yield KernelContest(
+            f"{name}, prompt",
+            tokens,
+            6 * hidden * intermediate * len(prompt.tokens),
+            itertools.repeat(prompt.call(kernel, slabs, x)),
+            slab.payload_bytes * len(prompt.experts),
+            itertools.repeat(partial(theirs.run_routed, prompt, x)) if theirs else None,
+            theirs.bytes_of_one * len(prompt.experts) if theirs else 0,
         )
 
 
@@ -223,18 +237,50 @@ def encoded_layout(shapes: dict[str, tuple[int, int]], encoding: str) -> RecordL
     return RecordLayout.of({n: shape for n, (shape, _) in sections.items()}, {n: dtype for n, (_, dtype) in sections.items()})
 
 
-def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor, prompt: bool = False) -> Iterator[Call]:
-    """Calls that give all tokens to each expert of a group; of a prompt: that add the experts up."""
-    tokens, addresses = len(x), slabs.data_ptr() + np.arange(len(slabs), dtype=np.uint64) * np.uint64(slabs.shape[1])
+def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor) -> Iterator[Call]:
+    """Calls that give all tokens to each expert of a group."""
+    tokens, addresses = len(x), addresses_of(slabs)
     starts = np.arange(EXPERTS_OF_A_CALL + 1, dtype=np.int32) * np.int32(tokens)
     pairs = np.tile(np.arange(tokens, dtype=np.int32), EXPERTS_OF_A_CALL)
-    factors, out = np.ones(len(pairs), np.float32), torch.zeros(tokens if prompt else len(pairs), x.shape[1])
+    factors, out = np.ones(len(pairs), np.float32), torch.zeros(len(pairs), x.shape[1])
     for group in random_groups(len(slabs)):
+        yield partial(kernel.parts, addresses[group], starts, pairs, factors, x, out)
 
-        def call(records: np.ndarray = addresses[group]) -> None:
-            kernel.parts(records, starts, pairs, factors, x, out, adding=prompt, long=prompt and tokens >= LONG_PROMPT)
 
-        yield call
+def addresses_of(slabs: Tensor) -> np.ndarray:
+    return slabs.data_ptr() + np.arange(len(slabs), dtype=np.uint64) * np.uint64(slabs.shape[1])
+
+
+@dataclass(frozen=True)
+class RoutedPrompt:
+    """The experts of a layer that a prompt wants, and the tokens of each, one expert after the other."""
+
+    experts: list[int]
+    starts: np.ndarray
+    tokens: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: int) -> "RoutedPrompt":
+        """Each token draws its experts without replacement (Gumbel's trick)."""
+        popularity = np.arange(1, EXPERTS_OF_A_LAYER + 1) ** -SKEW
+        keys = np.log(popularity) + np.random.default_rng(0).gumbel(size=(tokens, EXPERTS_OF_A_LAYER))
+        routing = np.argsort(-keys, axis=1)[:, :CHOICES].astype(np.int64)
+        experts, starts, of_expert, _places = cpu.route(routing, EXPERTS_OF_A_LAYER)
+        return cls(list(experts), starts, of_expert)
+
+    def __len__(self) -> int:
+        return len(self.tokens) // CHOICES
+
+    def call(self, kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor) -> Call:
+        """A call that adds the experts up; slabs serve several experts if they are few."""
+        records = addresses_of(slabs)[np.array(self.experts) % len(slabs)]
+        factors, out = np.ones(len(self.tokens), np.float32), torch.zeros(x.shape)
+        long = len(self.tokens) / EXPERTS_OF_A_LAYER >= LONG_PROMPT
+        return partial(kernel.parts, records, self.starts, self.tokens, factors, x, out, adding=True, long=long)
+
+    def each(self) -> Iterator[tuple[int, Tensor]]:
+        for expert, first, last in zip(self.experts, self.starts, self.starts[1:]):
+            yield expert, torch.from_numpy(self.tokens[first:last])
 
 
 def random_groups(count: int) -> Iterator[np.ndarray]:
@@ -261,8 +307,15 @@ class TorchContestant:
 
     def run_all(self, experts: list[int], x: Tensor) -> None:
         for expert in experts:
-            gate, up = self.product(expert, FORM.up, x).chunk(2, dim=-1)
-            self.product(expert, FORM.down, functional.silu(gate) * up)
+            self.run(expert, x)
+
+    def run(self, expert: int, x: Tensor) -> None:
+        gate, up = self.product(expert, FORM.up, x).chunk(2, dim=-1)
+        self.product(expert, FORM.down, functional.silu(gate) * up)
+
+    def run_routed(self, prompt: "RoutedPrompt", x: Tensor) -> None:
+        for expert, tokens in prompt.each():
+            self.run(expert % self.count, x[tokens])
 
 
 def torch_experts(format: Format, slabs: Tensor, raw: RecordLayout) -> TorchContestant | None:

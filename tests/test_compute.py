@@ -89,9 +89,9 @@ def test_experts_computed_below_a_device_go_to_their_own_tokens(layer, tokens, i
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("pairs", [1, 7, 30])
-def test_where_a_call_is_cut_changes_no_bit(layer, monkeypatch, pairs, in_order):
-    given = batch(24)
+@pytest.mark.parametrize(("tokens", "pairs"), [(24, 1), (24, 7), (24, 30), (compute.LONG_PROMPT * EXPERTS // TOP_K, 45)])
+def test_where_a_call_is_cut_changes_no_bit(layer, monkeypatch, tokens, pairs, in_order):
+    given = batch(tokens)
     whole = outputs(layer, layer.fast, *given, on_host=False, in_order=in_order)
     monkeypatch.setattr(compute, "PAIRS_PER_CALL", pairs)
     assert torch.equal(outputs(layer, layer.fast, *given, on_host=False, in_order=in_order), whole)

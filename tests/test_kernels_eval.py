@@ -16,7 +16,7 @@ SMALL = kernels.KernelShape(hidden=256, intermediate=128, vocabulary=300, projec
 def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
     monkeypatch.setattr(kernels, "ROUND_S", 0.0)
     monkeypatch.setattr(kernels, "BATCHES", (1, 3))
-    monkeypatch.setattr(kernels, "PROMPTS", (16,))
+    monkeypatch.setattr(kernels, "PROMPTS", (32,))
     format, dtype = kernels.WEIGHTS[weights]
     working_set = torch.zeros(4 * 2**20, dtype=torch.uint8)
     if weights == "linear":
@@ -34,7 +34,7 @@ def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
         weights_of_a_call = 8 * 3 * 256 * 128  # of eight experts; of a layer, sixteen times as many
         bits = {Format.RAW: 16, Format.INT8: 8.25, Format.INT4: 4.25, Format.INT2: 2.5}[format]
         assert [contest.our_bytes / (weights_of_a_call * bits / 8) for contest in contests] == [1, 1, 16]
-        assert [contest.flop / weights_of_a_call for contest in contests] == [2, 6, 16 * 32]
+        assert [contest.flop / weights_of_a_call for contest in contests] == [2, 6, 16 * 64]
         assert [contest.name.endswith(", prompt") for contest in contests] == [False, False, True]
     for contest in contests:
         speed = kernels.measure(contest, working_set, threads=1, rounds=1)
@@ -47,7 +47,7 @@ def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
 def test_contests_in_an_encoding_read_its_bytes(monkeypatch, encoding):
     monkeypatch.setattr(kernels, "ROUND_S", 0.0)
     monkeypatch.setattr(kernels, "BATCHES", (2,))
-    monkeypatch.setattr(kernels, "PROMPTS", (16,))
+    monkeypatch.setattr(kernels, "PROMPTS", (32,))
     shape, working_set = kernels.KernelShape(hidden=256, intermediate=256), torch.zeros(4 * 2**20, dtype=torch.uint8)
     contest, prompt = kernels.expert_contests(shape, Format.RAW, torch.bfloat16, working_set, encoding)
     bits = {"fp8": 8.125, "w8": 8.125, "w4": 4.125, "mxfp4": 4.25, "q8_0": 8.5, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625}
@@ -75,9 +75,9 @@ def test_records_hold_no_number_whose_products_are_denormal(encoding):
 
 def test_a_prompt_wants_every_expert_of_a_layer_some_of_them_more_often():
     prompt = kernels.RoutedPrompt.of(1_024)
-    counts = [len(tokens) for _expert, tokens in prompt.each()]
+    counts = [len(tokens) for tokens in prompt.of_experts()]
     assert prompt.experts == list(range(128)) and sum(counts) == 8 * 1_024 == 8 * len(prompt)
-    assert counts[0] > 3 * counts[-1] and all(len(tokens) == len(set(tokens.tolist())) for _, tokens in prompt.each())
+    assert counts[0] > 3 * counts[-1] and all(len(tokens) == len(set(tokens.tolist())) for tokens in prompt.of_experts())
 
 
 def test_a_working_set_of_few_experts_is_refused():

@@ -3,16 +3,16 @@
 Measures whole experts of Qwen3-30B-A3B's geometry in every format and at several batch sizes, the two kinds of linear that a
 decoded token uses (the language model head, and attention projections, also for the 256 rows of a prompt), its attention over
 some numbers of keys, and that of prompts and pictures. They are compared with torch's own operators on weights of the same
-precision. Every working set but the last is above 1 GiB and is read in random order (that of attention in turn), so that no
-cache holds a weight.
+precision. Every working set but the last is above 1 GiB and is read in random order (that of attention, and the experts of
+prompts, in turn), so that no cache holds a weight.
 
 Summing the same bytes, in turn with both contestants, measures the memory's rate: on a shared machine it changes from one second
 to the next, and only rates measured together are comparable. Results are medians over rounds: GB/s of weights read (in their
 format), their share of the memory's rate in the same round, weights per second, GFLOP/s, and the speed of VisMoE's kernels
 divided by torch's. The last line on stdout is one JSON object; `--json` prints only that.
 
-"prompt": a layer of 128 experts, of which each token of a prompt wants eight, some of them more often than others. VisMoE's call
-adds the experts up, for which AMX and AVX-512 BF16 have kernels of their own; torch picks the tokens of each expert and computes
+"prompt": a layer of 128 experts, of which each token of a prompt wants eight, some of them more often than others. VisMoE's calls
+add the experts up, for which AMX and AVX-512 BF16 have kernels of their own; torch picks the tokens of each expert and computes
 its products. "tokens" are those of an expert, on average.
 
 torch has no operators for the encodings of published checkpoints (`--weights fp8 q4_k`). For prompts its product of weights that
@@ -42,7 +42,7 @@ from vismoe.kernels import cpu
 from vismoe.kernels.attention import PROMPTS as ATTENDED
 from vismoe.kernels.attention import attend, attend_prompt
 from vismoe.kernels.codecs import codec_of
-from vismoe.models.moe.compute import LONG_PROMPT
+from vismoe.models.moe.compute import LONG_PROMPT, cuts
 from vismoe.pools.advice import in_huge_pages
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
@@ -189,9 +189,9 @@ def expert_contests(
             f"{name}, prompt",
             tokens,
             6 * hidden * intermediate * len(prompt.tokens),
-            itertools.repeat(prompt.call(kernel, slabs, x)),
+            prompt.calls(kernel, slabs, x),
             slab.payload_bytes * len(prompt.experts),
-            itertools.repeat(partial(theirs.run_routed, prompt, x)) if theirs else None,
+            theirs.calls_for(prompt, x) if theirs else None,
             theirs.bytes_of_one * len(prompt.experts) if theirs else 0,
         )
 
@@ -271,16 +271,25 @@ class RoutedPrompt:
     def __len__(self) -> int:
         return len(self.tokens) // CHOICES
 
-    def call(self, kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor) -> Call:
-        """A call that adds the experts up; slabs serve several experts if they are few."""
-        records = addresses_of(slabs)[np.array(self.experts) % len(slabs)]
-        factors, out = np.ones(len(self.tokens), np.float32), torch.zeros(x.shape)
+    def calls(self, kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor) -> Iterator[Call]:
+        """Calls that add the experts up as a layer does."""
+        addresses, factors, out = addresses_of(slabs), np.ones(len(self.tokens), np.float32), torch.zeros(x.shape)
         long = len(self.tokens) / EXPERTS_OF_A_LAYER >= LONG_PROMPT
-        return partial(kernel.parts, records, self.starts, self.tokens, factors, x, out, adding=True, long=long)
 
-    def each(self) -> Iterator[tuple[int, Tensor]]:
-        for expert, first, last in zip(self.experts, self.starts, self.starts[1:]):
-            yield expert, torch.from_numpy(self.tokens[first:last])
+        def call(records: np.ndarray) -> None:
+            for pairs, experts, starts in cuts(self.starts):
+                group = addresses[records[experts]], starts, self.tokens[pairs], factors[pairs]
+                kernel.parts(*group, x, out, adding=True, long=long)
+
+        return (partial(call, records) for records in self.places(len(slabs)))
+
+    def places(self, count: int) -> Iterator[np.ndarray]:
+        """Which of `count` records are the experts, for successive calls: the next ones."""
+        for first in itertools.count(0, len(self.experts)):
+            yield np.arange(first, first + len(self.experts)) % count
+
+    def of_experts(self) -> list[Tensor]:
+        return [torch.from_numpy(self.tokens[first:last]) for first, last in zip(self.starts, self.starts[1:])]
 
 
 def random_groups(count: int) -> Iterator[np.ndarray]:
@@ -313,9 +322,12 @@ class TorchContestant:
         gate, up = self.product(expert, FORM.up, x).chunk(2, dim=-1)
         self.product(expert, FORM.down, functional.silu(gate) * up)
 
-    def run_routed(self, prompt: "RoutedPrompt", x: Tensor) -> None:
-        for expert, tokens in prompt.each():
-            self.run(expert % self.count, x[tokens])
+    def calls_for(self, prompt: RoutedPrompt, x: Tensor) -> Iterator[Call]:
+        return (partial(self.run_routed, records.tolist(), prompt.of_experts(), x) for records in prompt.places(self.count))
+
+    def run_routed(self, records: list[int], tokens: list[Tensor], x: Tensor) -> None:
+        for record, picked in zip(records, tokens):
+            self.run(record, x[picked])
 
 
 def torch_experts(format: Format, slabs: Tensor, raw: RecordLayout) -> TorchContestant | None:

@@ -1,9 +1,9 @@
 """The CPU kernels: they compute whole experts from their records in place, sums of expert outputs, and linears.
 
 One call computes all experts of a layer for one batch, in one format or in several. A kernel decodes weights in registers and
-reads them once for up to 64 tokens of an expert; sums are float32. The result for a token depends on the weights and that token
-only: not on the number of threads, the other experts of a call, or the other tokens. Calls from several Python threads run one
-after another.
+reads them once for up to 64 tokens of an expert, of long prompts 256; sums are float32. The result for a token depends on the
+weights, that token, and whether it is one of a prompt, or of a long one: not on the number of threads, the other experts of a
+call, or the other tokens. Calls from several Python threads run one after another.
 
 With bfloat16 inputs on AVX-512 BF16, products are of bfloat16 pairs: the kernel rounds the weights of the integer formats to
 bfloat16 after scaling, rounds the activation's result once, and treats denormals as zero.
@@ -22,6 +22,7 @@ from those of the same token elsewhere, and still depend on that token and the w
 Matrices in the encodings of published checkpoints (formats/encodings.py) are computed from their codes, which are exact in every
 type: the kernel sums the products of a group of inputs, and multiplies the sum by the group's scale. For the tokens of
 prompts, AVX-512 BF16 restores such weights and rounds them to bfloat16 first, which needs half of the instructions per token.
+For long prompts (`parts` with `long`) it does so with weights in every format, and adds in the order of the inputs.
 
 Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert.
 """

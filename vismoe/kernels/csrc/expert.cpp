@@ -338,9 +338,9 @@ class PackedJob : public Job {
   }
 
   // Adds tasks that pack rows begin .. end; all are added before the others.
-  void cut_packing(std::size_t begin, std::size_t end, std::size_t expert = 0) {
+  void cut_packing(std::size_t begin, std::size_t end) {
     const std::size_t step = round_up(std::max<std::size_t>(kPackBytes / workspace_.x_bytes, 1), kGroup);
-    for (std::size_t row = begin; row < end; row += step) add(kPack, row, std::min(row + step, end), expert);
+    for (std::size_t row = begin; row < end; row += step) add(kPack, row, std::min(row + step, end));
     packing_left_ = tasks_.size();
   }
 
@@ -421,7 +421,7 @@ class ExpertsJob : public PackedJob {
     const bool prompt = adding_ && kernels.prompts != nullptr;
     if (prompt) least_rows_ = kChunkRows;
     for (std::size_t e = records.used(0); e < records.count && prompt; e = records.used(e + 1)) {
-      cut_packing(records.first(e), records.first(e) + records.pairs(e), e);
+      cut_packing(records.first(e), records.first(e) + records.pairs(e));  // AMX packs rows of one expert together
     }
     if (!prompt) cut_packing(0, index(records.starts[records.count]));
     for (std::size_t e = records.used(0); e < records.count; e = records.used(e + 1)) {

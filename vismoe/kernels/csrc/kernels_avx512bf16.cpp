@@ -61,10 +61,14 @@ void add_lanes(const X* x, std::size_t stride, const X* weights, std::size_t gro
   }
 }
 
+template <class Numbers>
+struct LanesTable;
 template <std::size_t... I>
-constexpr AddLanes add_lanes_of(std::size_t vectors, std::size_t rows, std::index_sequence<I...>) {
-  constexpr AddLanes of[] = {add_lanes<I / kRowsOfX + 1, least(I % kRowsOfX + 1, rows_beside(I / kRowsOfX + 1))>...};
-  return of[(vectors - 1) * kRowsOfX + rows - 1];
+struct LanesTable<std::index_sequence<I...>> {
+  static constexpr AddLanes of[] = {add_lanes<I / kRowsOfX + 1, least(I % kRowsOfX + 1, rows_beside(I / kRowsOfX + 1))>...};
+};
+AddLanes add_lanes_of(std::size_t vectors, std::size_t rows) {
+  return LanesTable<std::make_index_sequence<kMostVectors * kRowsOfX>>::of[(vectors - 1) * kRowsOfX + rows - 1];
 }
 
 struct InVectors {
@@ -90,7 +94,7 @@ struct InVectors {
         std::size_t rows_left = blocks(count, rows_beside(taken));
         for (std::size_t r = 0, some = 0; r < count; r += some, rows_left--) {
           some = blocks(count - r, rows_left);
-          const AddLanes add = add_lanes_of(taken, some, std::make_index_sequence<kMostVectors * kRowsOfX>());
+          const AddLanes add = add_lanes_of(taken, some);
           add(rows + r * stride + first, stride, weights + v * group + first * kTile, group, least(kBlockInputs, inputs - first), first == 0,
               sums + r * to_stride + v * kTile, to_stride, last, later);
         }
@@ -141,7 +145,7 @@ struct LongProducts {
     for (std::size_t row = begin; row < end; row += kChunkRows, y += kChunkRows) {
       const std::size_t last = least(row + kChunkRows, end);
       pack_weights(m, record, row, last, scratch);
-      const std::size_t steps = InVectors::blocks(n, rows_beside(kMostVectors)) * (width / kSpan);
+      const std::size_t vectors = InVectors::blocks(last - row, kTile), steps = InVectors::blocks(n, rows_beside(vectors)) * (width / kSpan);
       Later later{last == end ? next.codes : record + m.codes + last * static_cast<std::size_t>(m.row_bytes), 0};
       later.each = (last - row) * static_cast<std::size_t>(m.row_bytes) / steps + 1;
       InVectors::multiply(static_cast<const X*>(x), stride_of(inputs), n, scratch.weights, kTile * width, last - row, width, y, y_stride,

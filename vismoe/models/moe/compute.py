@@ -118,6 +118,18 @@ class _TorchWork:
         return self._rows.weigh(lent.expert, output)
 
 
+def cuts(starts: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray]]:
+    """(pairs, their experts, where the pairs of each start) of calls with at most PAIRS_PER_CALL pairs."""
+    count = int(starts[-1])
+    if count <= PAIRS_PER_CALL:
+        yield slice(None), slice(None), starts
+        return
+    for begin in range(0, count, PAIRS_PER_CALL):
+        end = min(begin + PAIRS_PER_CALL, count)
+        first, last = np.searchsorted(starts, begin, "right") - 1, np.searchsorted(starts, end, "left")
+        yield slice(begin, end), slice(first, last), (np.clip(starts[first : last + 1], begin, end) - begin).astype(np.int32)
+
+
 class FastExperts:
     """The CPU kernels. One call computes all resident experts of a layer."""
 
@@ -209,18 +221,11 @@ class FastWork:
         return np.concatenate([np.arange(self._starts[i], self._starts[i + 1]) for i in at])
 
     def _calls(self, lying: Records, pairs: np.ndarray | None) -> Iterator[tuple[slice, Call, np.ndarray | None]]:
-        """(slice of the pairs, the call for them, the formats of its records), with at most PAIRS_PER_CALL pairs per call;
-        results do not depend on the cuts."""
-        records, starts, tokens, factors = call = self._call(lying.experts, lying.addresses, pairs)
-        if len(tokens) <= PAIRS_PER_CALL:
-            yield slice(None), call, lying.precisions
-            return
-        for begin in range(0, len(tokens), PAIRS_PER_CALL):
-            end = min(begin + PAIRS_PER_CALL, len(tokens))
-            first, last = np.searchsorted(starts, begin, "right") - 1, np.searchsorted(starts, end, "left")
-            cut = (np.clip(starts[first : last + 1], begin, end) - begin).astype(np.int32)
-            precisions = None if lying.precisions is None else lying.precisions[first:last]
-            yield slice(begin, end), (records[first:last], cut, tokens[begin:end], factors[begin:end]), precisions
+        """(slice of the pairs, the call for them, the formats of its records); results do not depend on the cuts."""
+        records, starts, tokens, factors = self._call(lying.experts, lying.addresses, pairs)
+        for rows, experts, cut in cuts(starts):
+            precisions = None if lying.precisions is None else lying.precisions[experts]
+            yield rows, (records[experts], cut, tokens[rows], factors[rows]), precisions
 
     def _call(self, experts: list[int], addresses: np.ndarray, pairs: np.ndarray | None) -> Call:
         """(record addresses `[n]`, starts `[n + 1]`, tokens, factors) of some experts."""

@@ -77,7 +77,7 @@ def test_a_prompt_wants_every_expert_of_a_layer_some_of_them_more_often():
     prompt = kernels.RoutedPrompt.of(1_024)
     counts = [len(tokens) for tokens in prompt.of_experts()]
     assert prompt.experts == list(range(128)) and sum(counts) == 8 * 1_024 == 8 * len(prompt)
-    assert counts[0] > 3 * counts[-1] and all(len(tokens) == len(set(tokens.tolist())) for tokens in prompt.of_experts())
+    assert max(counts) > 3 * min(counts) and all(len(tokens) == len(set(tokens.tolist())) for tokens in prompt.of_experts())
 
 
 def test_a_working_set_of_few_experts_is_refused():

@@ -44,13 +44,14 @@ from vismoe.kernels.attention import attend, attend_prompt
 from vismoe.kernels.codecs import codec_of
 from vismoe.models.moe.compute import LONG_PROMPT, cuts
 from vismoe.pools.advice import in_huge_pages
+from vismoe.trace.synthetic import skewed_trace
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
 FORM = ExpertForm("gate_up_proj", "down_proj", False, Gate.CONCATENATED, Activation.SILU)
 EXPERTS_OF_A_CALL = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPTS = (16, 32, 64, 128, 256)  # tokens of an expert, on average
-EXPERTS_OF_A_LAYER, CHOICES, SKEW = 128, 8, 0.5  # the n-th expert is wanted n ** -SKEW times as often as the first
+EXPERTS_OF_A_LAYER, CHOICES, SKEW = 128, 8, 0.5  # the last: Zipf's exponent
 ROUND_S = 0.05  # least time of each contestant
 WEIGHTS = {
     "bfloat16": (Format.RAW, torch.bfloat16),
@@ -261,10 +262,8 @@ class RoutedPrompt:
 
     @classmethod
     def of(cls, tokens: int) -> "RoutedPrompt":
-        """Each token draws its experts without replacement (Gumbel's trick)."""
-        popularity = np.arange(1, EXPERTS_OF_A_LAYER + 1) ** -SKEW
-        keys = np.log(popularity) + np.random.default_rng(0).gumbel(size=(tokens, EXPERTS_OF_A_LAYER))
-        routing = np.argsort(-keys, axis=1)[:, :CHOICES].astype(np.int64)
+        trace = skewed_trace(1, EXPERTS_OF_A_LAYER, CHOICES, prompt_tokens=tokens, tokens=0, skew=SKEW, zipf=True)
+        routing = trace.steps[0].layers[0].expert_ids.astype(np.int64)
         experts, starts, of_expert, _places = cpu.route(routing, EXPERTS_OF_A_LAYER)
         return cls(list(experts), starts, of_expert)
 

@@ -26,8 +26,9 @@ from hypothesis import strategies as st
 from searching import SEARCHING
 
 from vismoe.errors import BusyError, ClosedError, TransferError
+from vismoe.paging import pager as pager_module
 from vismoe.paging.pager import Lease, Pager
-from vismoe.paging.transfer import DiskMover
+from vismoe.paging.transfer import FILLING_S, DiskMover
 from vismoe.pools.pool import SlabPool
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 
@@ -150,11 +151,14 @@ def test_random_steps_keep_every_invariant(slabs, order, threads):
 def make_filling(store: NumberStore, slabs: list[int], **kw) -> Pager:
     pager = make_pager(store, slabs, **kw)
     pager.fill(kw["threads"])
+    until(lambda: pager.metrics.snapshot().total("prefetched_bytes") > 0)  # else a busy machine could be done before
     return pager
 
 
+@pytest.mark.parametrize("rest_s", [0.0, 2e-4])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_random_steps_keep_every_invariant_while_slabs_are_filled(threads):
+def test_random_steps_keep_every_invariant_while_slabs_are_filled(monkeypatch, threads, rest_s):
+    monkeypatch.setattr(pager_module, "REST_S", rest_s)
     for seed in range(20):
         pager = random_walk(seed, 40, [8] * 6, [0] * 6, [48], make=make_filling, order="lfu", threads=threads)
         assert pager.metrics.snapshot().total("prefetched_bytes") > 0
@@ -358,6 +362,48 @@ def test_filling_waits_for_memory_to_get_its_pages_and_a_demand_does_not(monkeyp
     until(lambda: not pager.core.filling_waits)
     pager.close()
     pager.check_integrity()
+
+
+def test_slabs_are_not_filled_while_passes_find_all_their_experts(monkeypatch):
+    monkeypatch.setattr(pager_module, "REST_S", 1000.0)
+    store = NumberStore([8] * 3, [0] * 3)
+    pager = make_pager(store, [24], threads=2)
+
+    def step(*wanted: int) -> None:
+        pager.begin_step(Phase.DECODE)
+        for layer in range(3):
+            with pager.demand(layer, wanted) as demand:
+                assert sorted(lent_by(demand, layer)) == sorted(wanted)
+
+    step(1)
+    step(1)
+    assert not pager.tables[0].pool.rests, "the pass before missed some"
+    step(1)
+    assert pager.tables[0].pool.rests
+    pager.fill(2)
+    until(lambda: pager.core.filling_waits)
+    step(1)
+    time.sleep(2.5 * FILLING_S)
+    assert store.reads == 3
+    with pager.demand(0, [1, 2]) as demand:
+        assert sorted(lent_by(demand, 0)) == [1, 2]
+    assert not pager.tables[0].pool.rests
+    until(lambda: pager.addresses() is not None)
+    pager.close()
+    pager.check_integrity()
+
+
+def test_slabs_are_filled_once_no_request_computes(monkeypatch):
+    monkeypatch.setattr(pager_module, "REST_S", 0.2)
+    store = NumberStore([8], [0])
+    pager = make_pager(store, [8], threads=2)
+    for _ in range(3):
+        pager.begin_step(Phase.DECODE)
+        with pager.demand(0, [1]) as demand:
+            assert list(lent_by(demand, 0)) == [1]
+    pager.fill(1)
+    until(lambda: pager.addresses() is not None)  # nothing else happens
+    pager.close()
 
 
 def test_only_the_missing_expert_stalls():

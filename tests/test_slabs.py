@@ -173,6 +173,47 @@ def test_memory_that_is_lent_gets_no_pages_ahead(roomy, monkeypatch):
     assert not any(pages_there(pool.buffer[lent])[1:-1]), "neighbours may share a page at its ends"
 
 
+def test_a_pool_that_rests_gets_no_pages_until_the_rest_is_over(roomy, monkeypatch):
+    """Not the rest of the piece that is under way either."""
+    begun, goes_on, real = threading.Semaphore(0), threading.Semaphore(0), backing.give_pages
+
+    def gated(*place):
+        begun.release()
+        assert goes_on.acquire(timeout=60)
+        return real(*place)
+
+    monkeypatch.setattr(backing, "give_pages", gated)
+    monkeypatch.setattr(backing, "MOST_THREADS", 1)
+    pool = SlabPool(roomy, 40)
+    if not pool.elastic:
+        pytest.skip("memory gets no pages ahead here")
+    for _ in range(3):
+        assert begun.acquire(timeout=60)
+        goes_on.release()
+    assert begun.acquire(timeout=60)  # three pieces have pages
+    pool.rest(time.perf_counter() + 1000)
+    assert pool.rests and pool.gets_pages
+    goes_on.release(1000)
+    assert not begun.acquire(timeout=2.5 * backing.LOOK_S) and pool._backing.backed_bytes() == 3 * 2**18
+    pool.rest(0.0)
+    assert not pool.rests
+    pool._backing.wait()
+    assert pool.has_pages and all(pages_there(pool.buffer))
+
+
+@pytest.mark.parametrize("at_rest", [False, True])
+def test_a_pool_that_rests_still_ends_its_threads(roomy, monkeypatch, at_rest):
+    slowly(monkeypatch)
+    pool = SlabPool(roomy, 400)
+    if not pool.elastic:
+        pytest.skip("memory gets no pages ahead here")
+    pool.rest(time.perf_counter() + 1000)
+    if at_rest:
+        time.sleep(2 * backing.LOOK_S)
+    pool._backing.stop()
+    assert not pool.gets_pages and not pool.has_pages
+
+
 def test_threads_that_give_pages_end_with_the_pool_and_leave_cores_to_others(roomy, monkeypatch):
     asked, nice, before = [], [], os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     slowly(monkeypatch, asked)
@@ -241,7 +282,7 @@ def test_who_waits_for_pages_learns_when_they_are_there_and_when_they_will_not_b
     thread.join(60)
     assert found == [True]
     thread = waits(7, 2)
-    backing._stop(memory._backing._pages)
+    memory._backing._pages.stop()
     more.release()
     thread.join(60)
     assert found == [True, False] and memory.wait_for_pages(0, 3 * 2**20) and not memory.wait_for_pages(23 * 2**20, 2**20)

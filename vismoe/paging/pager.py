@@ -31,6 +31,7 @@ from vismoe.pools.pool import SlabPool
 from vismoe.timeline import COMPUTE, Timeline
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase
 
+REST_S = 0.25  # for which a layer that found all its experts lets threads of low priority leave the cores to requests
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 Computed = tuple[Any, Sequence[int]]  # a layer's result, and the experts that it wanted
@@ -159,7 +160,7 @@ class Pager:
         made = compute([Use(core.table_of[layer].use_weight, core.tick + 1 + i) for i, layer in enumerate(free)])
         for layer, (_, experts) in zip(free, made):
             core.hit(layer, experts)
-            self._step_ended_s = time.perf_counter()
+            self._computed(time.perf_counter())
         return made
 
     def in_chain(
@@ -183,7 +184,7 @@ class Pager:
         wanted, ended_s = compute([core.table_of[layer].use_weight for layer in of_tables], core.tick + 1)
         if len(wanted):
             core.hits(layers, wanted)
-            self._step_ended_s = ended_s
+            self._computed(ended_s)
         return wanted
 
     def asks_cpu(self, layer: int, experts: int) -> bool:
@@ -220,7 +221,7 @@ class Pager:
         ended_s = time.perf_counter()
         self.metrics.add("compute_seconds", core.phase, layer, ended_s - queued_s)
         self._count_layer(core.phase, layer, ended_s - began_s, len(ids), 0)
-        self._step_ended_s = ended_s
+        self._computed(ended_s)
         return made
 
     @whole
@@ -344,7 +345,15 @@ class Pager:
         return self._serving is serving
 
     def served(self, now_s: float) -> None:
-        self._serving, self._step_ended_s = None, now_s
+        self._serving = None
+        self._computed(now_s)
+
+    def _computed(self, ended_s: float) -> None:
+        """A layer has been computed, or several. While passes find all their experts, nothing takes cores from them that could be
+        done later; on a device, copies take none."""
+        self._step_ended_s, missed = ended_s, self.core.misses_this_step or self.core.misses_last_step
+        for table in () if self.hosts else self.tables:
+            table.pool.rest(0.0 if missed else ended_s + REST_S)
 
     def repair(self) -> None:
         """After an interrupt: keep what is certain. In whichever thread makes the next change."""

@@ -150,7 +150,7 @@ class Residency:
         self.tables = tuple(PageTable(inventory.layers_of(g), pool, order, ring_most) for g, pool in enumerate(pools))
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
         self.filling_at_once = 0  # copies in flight that fill slabs
-        self.filling_waits = False  # for memory to get its pages
+        self.filling_waits = False  # for memory to get its pages, or for requests
         self.transitions = Transitions(self.table_of, self.metrics)
         self.ledger = Ledger(inventory, [self.copied_bytes(geometry) for geometry in range(len(self.tables))])
         self.wanted = Wanted()
@@ -514,8 +514,8 @@ class Residency:
 
     def fill(self, at_once: int) -> None:
         """From now on, where there is a slab for every expert, those that nothing demanded yet are brought in, so many at once,
-        while nothing else is to be copied: those of the next layers first. Not before the memory has its pages, since to get
-        these takes cores from computation, and never where they could not be had."""
+        while nothing else is to be copied: those of the next layers first. Not while pools rest, nor before the memory has its
+        pages, since to get these takes cores from computation, and never where they could not be had."""
         if not self.deterministic and all(table.has_room_for_all for table in self.tables):
             self.filling_at_once = at_once
             self.link.wake()
@@ -525,8 +525,9 @@ class Residency:
         self.filling_waits = False
         for table in self.tables if unasked < self.filling_at_once else ():
             absent = np.flatnonzero(table.slab_of < 0)
-            waits = bool(len(absent)) and not table.pool.has_pages
-            self.filling_waits |= waits and table.pool.gets_pages
+            rests = table.pool.rests
+            waits = bool(len(absent)) and (rests or not table.pool.has_pages)
+            self.filling_waits |= waits and (rests or table.pool.gets_pages)
             slab = table.pool.take() if len(absent) and not waits else None
             if slab is not None:
                 behind = np.searchsorted(table.layer_of[absent], self.running_layer, side="right")

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 EVENT_EVERY = 4  # queued copies: so many at most are waited for beside those that are needed
 MEASURE_EVERY_S = 0.25
-PAGES_S = 0.05  # between two looks whether memory has its pages, of a thread that has nothing else to do
+FILLING_S = 0.05  # between two looks whether slabs may be filled, of a thread that has nothing else to do
 NEVER: tuple[int, Any] = (0, None)  # of a slab that nothing has read
 
 
@@ -462,7 +462,7 @@ class Transfer(Link):
             if isinstance(found, Ticket):
                 self.run(found)
             else:
-                found.acquire(timeout=PAGES_S if self._core.filling_waits else -1)
+                found.acquire(timeout=FILLING_S if self._core.filling_waits else -1)
 
     def run(self, ticket: Ticket) -> None:
         """Copy, then settle. An error belongs to the ticket: the demand that needs the expert raises it; the thread lives on."""

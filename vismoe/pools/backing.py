@@ -2,7 +2,8 @@
 
 Memory gets its pages when it is first written: while an expert is read, or computed. In a virtual machine whose host had taken
 free memory back, a GB takes 0.5 to 2 s of a core (docs/benchmark.md). Cores that are idle while libraries are imported and a
-model's other weights load can do it before; what is left, they do beside the first requests.
+model's other weights load can do it before; what is left, they do beside the first requests. Even threads of low priority slow
+those down, though: where two threads compute together, one waits for the other. So they rest while requests find what they want.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import mmap
 import os
 import resource
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,15 +32,35 @@ SPARE_BYTES = 2**28  # of free memory that stay: what loading takes for a moment
 MOST_THREADS = 4
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 NICE = 10  # such a thread takes an idle core, and a tenth of one that others want
+LOOK_S = 0.05  # between two looks of a thread that rests whether it still should
 
 
 class _Pages:
     """What the threads of a `Backing` share, which they do not keep alive."""
 
     def __init__(self) -> None:
-        self.stopped = ctypes.c_int32()
+        self.stopped, self.rests_until_s = False, 0.0
+        self.halted = ctypes.c_int32()  # not 0: what gives pages returns, since one of these two has changed
         self.there: dict[int, int] = {}  # bytes with pages, by the begin of their piece
         self.changed, self.threads = threading.Condition(), 0  # that have not ended
+
+    def stop(self) -> None:
+        self.stopped, self.halted.value = True, 1
+
+    def rest(self, until_s: float) -> None:
+        self.rests_until_s = until_s
+        if until_s:
+            self.halted.value = 1
+
+    def may_go_on(self) -> bool:
+        """Once they may, after a rest; False: they are to end."""
+        while not self.stopped:
+            self.halted.value = 0  # before the look, or a rest that begins after it could be missed
+            left_s = self.rests_until_s - time.perf_counter()
+            if left_s <= 0:
+                break
+            time.sleep(min(left_s, LOOK_S))
+        return not self.stopped
 
 
 class Backing:
@@ -49,7 +71,7 @@ class Backing:
 
     def __init__(self, owner: Any, address: int, nbytes: int):
         self._pages, self._nbytes = _Pages(), nbytes
-        weakref.finalize(self, _stop, self._pages)
+        weakref.finalize(self, _Pages.stop, self._pages)
         begins = iter(range(0, nbytes if nbytes >= LEAST_BYTES else 0, PIECE_BYTES))
         work = weakref.ref(owner), address, nbytes, begins, self._pages
         self._threads: list[threading.Thread] = []
@@ -65,8 +87,12 @@ class Backing:
 
     def stop(self) -> None:
         """End the threads: when this returns, no page is allocated ahead any more."""
-        _stop(self._pages)
+        self._pages.stop()
         self.wait()
+
+    def rest(self, until_s: float) -> None:
+        """The threads give no pages until then, in seconds of `time.perf_counter`; a new time replaces the one before."""
+        self._pages.rest(until_s)
 
     def wait(self) -> None:
         """Until the threads have ended, usually because all memory has pages."""
@@ -100,22 +126,19 @@ class Backing:
         return sum(list(self._pages.there.values()))
 
 
-def _stop(pages: _Pages) -> None:
-    pages.stopped.value = 1
-
-
 def _back(owner: "weakref.ref[Any]", address: int, nbytes: int, begins: Iterator[int], pages: _Pages) -> None:
     give_way()
     try:
         for begin in begins:
-            held = owner()
-            if pages.stopped.value or held is None or host_memory()[0] < SPARE_BYTES:
-                return
-            given = give_pages(address + begin, min(PIECE_BYTES, nbytes - begin), pages.stopped)
-            with pages.changed:
-                pages.there[begin] = given
-                pages.changed.notify_all()
-            del held
+            given, size = 0, min(PIECE_BYTES, nbytes - begin)
+            while given < size:
+                if not pages.may_go_on() or (held := owner()) is None or host_memory()[0] < SPARE_BYTES:
+                    return
+                given += give_pages(address + begin + given, size - given, pages.halted)
+                with pages.changed:
+                    pages.there[begin] = given
+                    pages.changed.notify_all()
+                del held
     except ConfigError:  # the kernels are not built, or from other sources: loading says so
         return
     finally:

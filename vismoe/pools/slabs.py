@@ -74,6 +74,16 @@ class Slabs:
         """As `SlabPool.has_pages`, of all of them."""
         return all(pool.has_pages for pool in self.pools)
 
+    def rest(self, until_s: float) -> None:
+        """As `SlabPool.rest`, of all of them."""
+        for pool in self.pools:
+            pool.rest(until_s)
+
+    @property
+    def rests(self) -> bool:
+        """As `SlabPool.rests`, of any of them."""
+        return any(pool.rests for pool in self.pools)
+
     def give_back(self, slab: int) -> None:
         pool, place = self._places[slab]
         pool.give_back(place)

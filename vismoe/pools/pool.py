@@ -97,8 +97,8 @@ class SlabPool:
         return self._backing is None or self._backing.has_given
 
     def rest(self, until_s: float) -> None:
-        """Until then, in seconds of `time.perf_counter`, it `rests`, and gets no pages ahead: the cores are for requests. A new time
-        replaces the one before."""
+        """Until then, in seconds of `time.perf_counter`, it `rests`, and gets no pages ahead: the cores are for requests. A new
+        time replaces the one before."""
         self._rests_until_s = until_s
         if self._backing is not None:
             self._backing.rest(until_s)

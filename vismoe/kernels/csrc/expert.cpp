@@ -356,10 +356,13 @@ class PackedJob : public Job {
     }
     packing_left_.fetch_sub(1, std::memory_order_release);
   }
-  // Outputs of one task with so many rows each. `section` not negative: a task's rows are decoded first, into room for kChunkRows.
-  std::size_t most_rows(const Matrix& m, std::int32_t section = -1, std::size_t rows_of_one = 1) const {
+  // Outputs of one task, at most, with so many rows and sums each: where sums of all tokens have no room, weights are read again.
+  // `section` not negative: a task's rows are decoded first, into room for kChunkRows.
+  std::size_t most_outputs(const Matrix& m, std::size_t tokens, std::int32_t section = -1, std::size_t rows = 1,
+                           std::size_t sums = 1) const {
     if (kernels_.most_rows == nullptr || section >= 0) return kChunkRows;
-    return std::max(kernels_.most_rows(m) / rows_of_one / 16 * 16, kChunkRows);
+    const std::size_t fitting = Scratch::kSums / (sums * std::clamp<std::size_t>(tokens, 1, kPassTokens));
+    return std::max(std::min(kernels_.most_rows(m) / rows, fitting) / 16 * 16, kChunkRows);
   }
   void wait_for_inputs() {
     wait_for([this] { return packing_left_.load(std::memory_order_acquire) == 0; });
@@ -427,7 +430,8 @@ class ExpertsJob : public PackedJob {
     for (std::size_t e = records.used(0); e < records.count; e = records.used(e + 1)) {
       const Expert& expert = records.expert(e);
       const std::size_t factor = expert.gate == kNoGate ? 1 : 2;
-      const std::size_t most = prompt ? kChunkRows : most_rows(expert.up, expert.up_section, expert.gate == kInterleaved ? 2 : 1);
+      const std::size_t rows = expert.gate == kInterleaved ? 2 : 1;
+      const std::size_t most = prompt ? kChunkRows : most_outputs(expert.up, records.pairs(e), expert.up_section, rows, factor);
       up_left_[e] = cut(kUp, expert.intermediate(), expert.up.read_bytes() * factor, e, 1, most) + (kernels.settle != nullptr);
     }
     if (adding_) {
@@ -436,7 +440,8 @@ class ExpertsJob : public PackedJob {
     }
     for (std::size_t e = records.used(0); e < records.count && !adding_; e = records.used(e + 1)) {
       const Expert& expert = records.expert(e);
-      cut(kDown, records.formats.hidden(), expert.down.read_bytes(), e, 1, most_rows(expert.down, expert.down_section));
+      const std::size_t most = most_outputs(expert.down, records.pairs(e), expert.down_section);
+      cut(kDown, records.formats.hidden(), expert.down.read_bytes(), e, 1, most);
     }
   }
 
@@ -560,7 +565,7 @@ class LinearsJob : public PackedJob {
     cut_packing(0, rows);
     for (std::size_t p = 0; p < count; p++) {
       const Matrix& m = *products[p].matrix;
-      cut(kProduct, index(m.rows), m.read_bytes(), p, 1, most_rows(m));
+      cut(kProduct, index(m.rows), m.read_bytes(), p, 1, most_outputs(m, rows));
     }
   }
 

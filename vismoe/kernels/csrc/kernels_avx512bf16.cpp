@@ -185,7 +185,7 @@ void down_prompt(const Expert& e, const std::uint8_t* record, std::size_t begin,
 
 // A task reads its rows as four streams, and a core's prefetcher begins anew in each: a stream should have so many bytes, unless a
 // task had more rows than kMostRows.
-constexpr std::size_t kStreamBytes = 64 * 1024, kMostRows = 256;
+constexpr std::size_t kStreamBytes = 128 * 1024, kMostRows = 256;
 std::size_t rows_in_streams(const Matrix& m) {
   const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes);
   return least(kRows * ((kStreamBytes + row_bytes - 1) / row_bytes), kMostRows);

@@ -221,8 +221,9 @@ struct Rows {
   std::size_t row_bytes, row_groups, apart;  // bytes, groups and outputs from one of these rows to the next
   std::size_t units;                         // whole units in place
   bool tail;                                 // the rows have a rest
-  const std::uint8_t* ahead;                 // a later row, to prefetch while the first of these is computed; null: none
+  const std::uint8_t* ahead;                 // a later row, to prefetch while these are computed; null: none
   std::size_t ahead_bytes;                   // from there to the one that belongs to the second
+  unsigned ahead_rows;                       // bits: of which of these the later rows are prefetched now
   alignas(kAlignment) std::uint8_t rest[kRows][D::kUnitBytes];
   std::uint16_t rest_scale[kRows][kGroups], rest_offset[kRows][kGroups];
   SumScales sums;  // if D::kStep > 0
@@ -519,7 +520,9 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
     for (std::size_t r = 0; r < R; r++) units[r] = unit_at(rows, first + r, u);
     if (rows.ahead) {
 #pragma GCC unroll 4
-      for (std::size_t r = 0; r < R; r++) prefetch<D::kUnitBytes>(rows.ahead + r * rows.ahead_bytes + u * D::kUnitBytes);
+      for (std::size_t r = 0; r < R; r++) {
+        if (rows.ahead_rows >> r & 1) prefetch<D::kUnitBytes>(rows.ahead + r * rows.ahead_bytes + u * D::kUnitBytes);
+      }
     }
     step(units, u, sums);
   }
@@ -566,8 +569,10 @@ constexpr bool is_decoded = std::is_base_of_v<typename TileOf<S, D>::type, D> ||
 template <class S, class D, std::size_t kMost>
 inline void blocks(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n, float* y,
                    std::size_t y_stride) {
-  std::size_t left = (n + kMost - 1) / kMost;
-  for (std::size_t done = 0; done < n; left--) {
+  const std::size_t all = (n + kMost - 1) / kMost;
+  for (std::size_t done = 0, left = all; done < n; left--) {
+    // Each block prefetches its share of the later rows, or memory would rest while the others are computed.
+    rows.ahead_rows = (1u << ((all - left + 1) * kRows / all)) - (1u << ((all - left) * kRows / all));
     const std::size_t tokens = (n - done + left - 1) / left;
     float* to = y + done * y_stride;
     if (count == kRows) {
@@ -578,7 +583,6 @@ inline void blocks(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>
         block<S, D, 1, 1>(rows, r, in.from(done + n), to + n * y_stride + r * rows.apart, y_stride);
       }
     }
-    rows.ahead = nullptr;  // the first block has prefetched it
     done += tokens;
   }
 }

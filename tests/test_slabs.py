@@ -173,8 +173,9 @@ def test_memory_that_is_lent_gets_no_pages_ahead(roomy, monkeypatch):
     assert not any(pages_there(pool.buffer[lent])[1:-1]), "neighbours may share a page at its ends"
 
 
-def test_a_pool_that_rests_gets_no_pages_until_the_rest_is_over(roomy, monkeypatch):
-    """Not the rest of the piece that is under way either."""
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_pool_that_rests_gets_no_pages_until_the_rest_is_over(roomy, monkeypatch, threads):
+    """Not the rest of a piece that is under way either."""
     begun, goes_on, real = threading.Semaphore(0), threading.Semaphore(0), backing.give_pages
 
     def gated(*place):
@@ -183,14 +184,16 @@ def test_a_pool_that_rests_gets_no_pages_until_the_rest_is_over(roomy, monkeypat
         return real(*place)
 
     monkeypatch.setattr(backing, "give_pages", gated)
-    monkeypatch.setattr(backing, "MOST_THREADS", 1)
+    monkeypatch.setattr(backing, "MOST_THREADS", threads)
+    monkeypatch.setattr(backing, "cores", lambda: threads)
     pool = SlabPool(roomy, 40)
     if not pool.elastic:
         pytest.skip("memory gets no pages ahead here")
     for _ in range(3):
         assert begun.acquire(timeout=60)
         goes_on.release()
-    assert begun.acquire(timeout=60)  # three pieces have pages
+    for _ in range(threads):
+        assert begun.acquire(timeout=60)  # three pieces have pages, and each thread would begin another one
     pool.rest(time.perf_counter() + 1000)
     assert pool.rests and pool.gets_pages
     goes_on.release(1000)
@@ -210,8 +213,10 @@ def test_a_pool_that_rests_still_ends_its_threads(roomy, monkeypatch, at_rest):
     pool.rest(time.perf_counter() + 1000)
     if at_rest:
         time.sleep(2 * backing.LOOK_S)
-    pool._backing.stop()
-    assert not pool.gets_pages and not pool.has_pages
+    stopping = threading.Thread(target=pool._backing.stop, daemon=True)
+    stopping.start()
+    stopping.join(60)
+    assert not stopping.is_alive() and not pool.gets_pages and not pool.has_pages
 
 
 def test_threads_that_give_pages_end_with_the_pool_and_leave_cores_to_others(roomy, monkeypatch):

@@ -31,7 +31,7 @@ from vismoe.pools.pool import SlabPool
 from vismoe.timeline import COMPUTE, Timeline
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase
 
-REST_S = 0.25  # for which a layer that found all its experts lets threads of low priority leave the cores to requests
+REST_S = 1.0  # for which passes that find all their experts let threads of low priority leave the cores to requests
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 Computed = tuple[Any, Sequence[int]]  # a layer's result, and the experts that it wanted
@@ -79,6 +79,7 @@ class Pager:
         self.metrics, self.tables = self.core.metrics, self.core.tables
         self.timeline: Timeline | None = None  # attach one to see copies, computation and stalls
         self._step_began_s = self._step_ended_s = 0.0
+        self._found_all = False  # the pass before the running one missed no expert
         self._serving: RunningCall | None = None  # the call that has a demand open
         self.transfer = Transfer(mover, self.core, threads, self._finished, self.repair)
         self.core.link = self.transfer
@@ -100,9 +101,11 @@ class Pager:
         self._claim()
         if new_sequence:
             self.core.end_request()
+        self._found_all = self.core.running_layer >= 0 and not self.core.misses_this_step
         self.core.begin_step(phase, self._step_ended_s - self._step_began_s, tokens)
         self.transfer.begin_pass()
-        self._step_began_s = self._step_ended_s = time.perf_counter()
+        self._step_began_s = time.perf_counter()
+        self._computed(self._step_began_s)
 
     @whole
     def begin_drafting(self) -> None:
@@ -349,11 +352,13 @@ class Pager:
         self._computed(now_s)
 
     def _computed(self, ended_s: float) -> None:
-        """A layer has been computed, or several. While passes find all their experts, nothing takes cores from them that could be
-        done later; on a device, copies take none."""
-        self._step_ended_s, missed = ended_s, self.core.misses_this_step or self.core.misses_last_step
+        """The running pass has come so far. Once one has found all its experts, nothing takes cores from the next ones that could
+        be done later, until an expert is missing; before that, experts and pages of the layers behind are on their way. On a
+        device, copies take no core."""
+        self._step_ended_s = ended_s
+        rests = self._found_all and not self.core.misses_this_step
         for table in () if self.hosts else self.tables:
-            table.pool.rest(0.0 if missed else ended_s + REST_S)
+            table.pool.rest(ended_s + REST_S if rests else 0.0)
 
     def repair(self) -> None:
         """After an interrupt: keep what is certain. In whichever thread makes the next change."""

@@ -1,7 +1,7 @@
 """Pages for memory ahead of the first write to it.
 
 Memory gets its pages when it is first written: while an expert is read, or computed. In a virtual machine whose host had taken
-free memory back, a GB takes 0.5 to 2 s of a core (docs/benchmark.md). Cores that are idle while libraries are imported and a
+free memory back, a GB takes 0.5 to 2.3 s of a core (docs/benchmark.md). Cores that are idle while libraries are imported and a
 model's other weights load can do it before; what is left, they do beside the first requests. Even threads of low priority slow
 those down, though: where two threads compute together, one waits for the other. So they rest while requests find what they want.
 """
@@ -32,7 +32,7 @@ SPARE_BYTES = 2**28  # of free memory that stay: what loading takes for a moment
 MOST_THREADS = 4
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 NICE = 10  # such a thread takes an idle core, and a tenth of one that others want
-LOOK_S = 0.05  # between two looks of a thread that rests whether it still should
+LOOK_S = 0.02  # between two looks of a thread that rests whether it still should
 
 
 class _Pages:
@@ -55,12 +55,15 @@ class _Pages:
     def may_go_on(self) -> bool:
         """Once they may, after a rest; False: they are to end."""
         while not self.stopped:
-            self.halted.value = 0  # before the look, or a rest that begins after it could be missed
             left_s = self.rests_until_s - time.perf_counter()
-            if left_s <= 0:
-                break
-            time.sleep(min(left_s, LOOK_S))
-        return not self.stopped
+            if left_s > 0:
+                time.sleep(min(left_s, LOOK_S))
+                continue
+            self.halted.value = 0
+            if not self.stopped and self.rests_until_s <= time.perf_counter():
+                return True
+            self.halted.value = 1  # one of the two has changed since the look above
+        return False
 
 
 class Backing:

@@ -52,15 +52,17 @@ class _Pages:
         if until_s:
             self.halted.value = 1
 
+    def rest_left_s(self) -> float:
+        return self.rests_until_s - time.perf_counter()
+
     def may_go_on(self) -> bool:
         """Once they may, after a rest; False: they are to end."""
         while not self.stopped:
-            left_s = self.rests_until_s - time.perf_counter()
-            if left_s > 0:
+            if (left_s := self.rest_left_s()) > 0:
                 time.sleep(min(left_s, LOOK_S))
                 continue
             self.halted.value = 0
-            if not self.stopped and self.rests_until_s <= time.perf_counter():
+            if not self.stopped and self.rest_left_s() <= 0:
                 return True
             self.halted.value = 1  # one of the two has changed since the look above
         return False
@@ -96,6 +98,11 @@ class Backing:
     def rest(self, until_s: float) -> None:
         """The threads give no pages until then, in seconds of `time.perf_counter`; a new time replaces the one before."""
         self._pages.rest(until_s)
+
+    @property
+    def rests(self) -> bool:
+        """The end of a rest is still to come."""
+        return self._pages.rest_left_s() > 0
 
     def wait(self) -> None:
         """Until the threads have ended, usually because all memory has pages."""

@@ -8,7 +8,6 @@ compute from any address. The page table, not the pool, knows which expert a sla
 
 import mmap
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +60,7 @@ class SlabPool:
         on_host = self.buffer.device.type == "cpu" and not (page_locked or aliased)
         self.elastic = on_host and sys.platform == "linux"
         self._first = memory.data_ptr() + start  # where the first slab begins
-        self._backing, self._rests_until_s = Backing(self.buffer, self._first, nbytes) if self.elastic else None, 0.0
+        self._backing = Backing(self.buffer, self._first, nbytes if self.elastic else 0)
         self.addresses = self._first + layout.record_bytes * np.arange(slabs)  # int64 [S], of records, on the pool's device
         self._views: list[dict[str, torch.Tensor]] = [{} for _ in range(slabs)]
         if not (aliased or layout.room_bytes):
@@ -89,24 +88,22 @@ class SlabPool:
     @property
     def gets_pages(self) -> bool:
         """Threads are giving its memory pages ahead of the first write."""
-        return self._backing is not None and self._backing.gives
+        return self._backing.gives
 
     @property
     def has_pages(self) -> bool:
         """They have, for all of it, or none have to."""
-        return self._backing is None or self._backing.has_given
+        return self._backing.has_given
 
     def rest(self, until_s: float) -> None:
         """Until then, in seconds of `time.perf_counter`, it `rests`, and gets no pages ahead: the cores are for requests. A new
         time replaces the one before."""
-        self._rests_until_s = until_s
-        if self._backing is not None:
-            self._backing.rest(until_s)
+        self._backing.rest(until_s)
 
     @property
     def rests(self) -> bool:
         """Nothing shall be brought in that nothing wants."""
-        return time.perf_counter() < self._rests_until_s
+        return self._backing.rests
 
     def give_back(self, slab: int) -> None:
         assert not self._is_free[slab], f"slab {slab} was freed twice"
@@ -123,8 +120,7 @@ class SlabPool:
         pages are always on, the kernel may give small slabs pages again by itself."""
         assert self.elastic and not self._is_free[slab], f"slab {slab} is free, or its memory is not ours to give"
         place = self._start(slab), self.layout.record_bytes
-        if self._backing is not None:
-            self._backing.stop()  # or it would give the slab new pages
+        self._backing.stop()  # or it would give the slab new pages
         advise(*place, NOHUGEPAGE)  # or the kernel would make the huge pages whole again that this tears apart
         return advise(*place, DONTNEED)
 

@@ -153,6 +153,8 @@ constexpr std::size_t raw_tokens = 0;
 template <class S>
 constexpr std::size_t raw_tokens<S, std::void_t<decltype(S::kRawTokens)>> = S::kRawTokens;
 
+constexpr int kMostOperands = 8;  // of a unit that is not scaled, which follow one another in the code
+
 // One unit of one row.
 struct Unit {
   const std::uint8_t* codes;
@@ -283,8 +285,7 @@ VISMOE_INLINE void unit_step(const Unit (&units)[R], const typename S::X* x, std
   typename D::Scaling scaling[R];
 #pragma GCC unroll 8
   for (std::size_t r = 0; r < R; r++) scaling[r] = D::scaling(units[r]);
-#pragma GCC unroll 16
-  for (int j = 0; j < static_cast<int>(D::kInputs / S::kLanes); j++) {
+  const auto operand = [&](int j) __attribute__((always_inline)) {
     typename S::Operand inputs[N];
 #pragma GCC unroll 8
     for (std::size_t n = 0; n < N; n++) inputs[n] = S::load(x + n * stride + j * S::kLanes);
@@ -294,6 +295,14 @@ VISMOE_INLINE void unit_step(const Unit (&units)[R], const typename S::X* x, std
 #pragma GCC unroll 8
       for (std::size_t n = 0; n < N; n++) sums[n][r] = S::dot(sums[n][r], weights, inputs[n]);
     }
+  };
+  constexpr int kOperands = static_cast<int>(D::kInputs / S::kLanes);
+  if constexpr (D::kGroups == 0 && kOperands > kMostOperands) {  // longer code is slower
+#pragma GCC unroll 4
+    for (int j = 0; j < kOperands; j++) operand(j);
+  } else {
+#pragma GCC unroll 16
+    for (int j = 0; j < kOperands; j++) operand(j);
   }
 }
 

@@ -184,18 +184,33 @@ struct Packed {
   static constexpr std::size_t kInputs = unit_inputs(E), kUnitBytes = unit_bytes(E), kGroups = 0, kStep = step_of(E);
 };
 
-// The same as words, in registers: the even ones of 32 codes, then the odd ones. `kWhole`: scales of steps are integers.
+// Whether a set has codes of 4 bits as words without a centre: S::four_bits<E>(unit, operand), for these encodings.
+template <class S, class = void>
+constexpr bool has_four_bits = false;
+template <class S>
+constexpr bool has_four_bits<S, std::void_t<decltype(S::template four_bits<kInt4>(nullptr, 0))>> = true;
+constexpr bool is_four_bits(Encoding e) { return e == kInt4 || e == kW4 || e == kQ4K; }
+
+// The same as words, in registers: the even ones of 32 codes, then the odd ones. `kWhole`: scales of steps are integers. kCentre: what
+// codes are too large by, which is taken from the sum of a unit: as integers, so that bits are those of smaller codes.
 template <class S, Encoding E>
 struct WordDecoder : Packed<E> {
   static constexpr Encoding kEncoding = E;
-  static constexpr bool kWhole = has_whole_scales(E);
+  static constexpr bool kWhole = has_whole_scales(E), kFourBits = has_four_bits<S> && is_four_bits(E);
+  static constexpr int kCentre = kFourBits && is_signed(E) ? 8 : 0;
   struct Scaling {};
   static Scaling scaling(const Unit&) { return {}; }
   static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling&) {
     constexpr int kOperands = static_cast<int>(kWordSpan) / S::kLanes;
-    return S::template words<is_signed(E)>(codes_of<E>(unit, static_cast<std::size_t>(j / kOperands)), j % kOperands == 1);
+    if constexpr (kFourBits) return S::template four_bits<E>(unit, j);
+    else return S::template words<is_signed(E)>(codes_of<E>(unit, static_cast<std::size_t>(j / kOperands)), j % kOperands == 1);
   }
 };
+
+template <class D, class = void>
+constexpr int centre_of = 0;
+template <class D>
+constexpr int centre_of<D, std::enable_if_t<(D::kCentre > 0)>> = D::kCentre;
 
 // The same after `unpack`, for sets that compute in float32 or with words: bytes, or FP8 as float16 divided by 256.
 template <class S, std::size_t steps, bool kHalf>
@@ -240,10 +255,13 @@ struct Inputs {
   std::size_t room, units;
   const X* turns_from;  // if inputs are words
   std::size_t turns_apart;
+  const std::int32_t* centres = nullptr;  // [units, kCentreLanes] of each token, where a decoder leaves its centre to these
+  static constexpr std::size_t kCentreLanes = 8;
 
   Inputs from(std::size_t n) const {
-    return {x + n * stride, stride, sums + n * room, room, units, turns_from + n * turns_apart, turns_apart};
+    return {x + n * stride, stride, sums + n * room, room, units, turns_from + n * turns_apart, turns_apart, centres_of(n)};
   }
+  const std::int32_t* centres_of(std::size_t n) const { return centres + n * units * kCentreLanes; }
   const float* turns(std::size_t n) const { return reinterpret_cast<const float*>(turns_from + n * turns_apart); }
   const float* scales(std::size_t n) const { return turns(n) + units + 1; }
 };
@@ -358,6 +376,11 @@ VISMOE_INLINE void scaled_step(const Unit (&units)[R], const Inputs<typename S::
     for (std::size_t r = 0; r < R; r++) {
       typename S::Part parts[N];
       multiply_operands<S, D>(units[r].codes, scaling[r], s * kOperands, (s + 1) * kOperands, in.x + first, in.stride, parts);
+      if constexpr (centre_of<D> > 0) {
+        static_assert(kStep == static_cast<int>(kUnit));
+#pragma GCC unroll 8
+        for (std::size_t n = 0; n < N; n++) parts[n] = S::less(parts[n], in.centres_of(n) + first / kUnit * in.kCentreLanes);
+      }
       const typename S::Sum scale = S::template scale<kStep>(scales_of[r] + s * kScales);
 #pragma GCC unroll 8
       for (std::size_t n = 0; n < N; n++) sums[n][r] = S::scaled_sum(sums[n][r], parts[n], scale);
@@ -708,6 +731,18 @@ void sum_inputs(const Inputs<typename S::X>& in, std::size_t inputs, std::size_t
   }
 }
 
+// to[token, unit] = the sum of the inputs of a unit times `centre`, lane by lane.
+template <class S>
+void sum_centres(const Inputs<typename S::X>& in, int centre, std::size_t n, std::int32_t* to) {
+  for (std::size_t t = 0; t < n; t++) {
+    for (std::size_t u = 0; u < in.units; u++, to += in.kCentreLanes) {
+      typename S::Part part{};
+      for (std::size_t i = 0; i < kUnit; i += S::kLanes) part = S::dot(part, S::ones(), S::load(in.x + t * in.stride + u * kUnit + i));
+      S::keep_times(part, centre, to);
+    }
+  }
+}
+
 // Brings the inputs to the order of D; `to`: as many rows.
 template <class D, class X>
 void order_inputs(Inputs<X>& in, std::size_t inputs, std::size_t n, X* to) {
@@ -810,6 +845,10 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
     rows.sums = {scratch.scales, has_minima(m) ? scratch.scales + kRows * room : nullptr, steps, room};
     if (!kRestored && rows.sums.minima) sum_inputs<S, D::kStep>(in, inputs, n, scratch.x_sums);
     if constexpr (is_ordered<D>) order_inputs<D>(in, inputs, n, static_cast<typename S::X*>(scratch.ordered));
+    if constexpr (centre_of<D> > 0) {
+      if (n <= S::kTokens) sum_centres<S>(in, D::kCentre, n, static_cast<std::int32_t*>(scratch.ordered));
+      in.centres = static_cast<const std::int32_t*>(scratch.ordered);
+    }
   }
   // Rows that are read together are far apart: a hardware prefetcher follows one sequence of addresses in each page of memory.
   const Place all = place_of(m, record, begin, end - begin);

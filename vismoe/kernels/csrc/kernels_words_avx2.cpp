@@ -51,6 +51,29 @@ struct Avx2Words : WordSums<Avx2> {
     if constexpr (kSigned) return _mm256_srai_epi16(odd ? codes : _mm256_slli_epi16(codes, 8), 8);
     return odd ? _mm256_srli_epi16(codes, 8) : _mm256_and_si256(codes, _mm256_set1_epi16(0xff));
   }
+  // A word of a load has four codes of 4 bits, of which an operand takes those at one place; or two, where the even codes of a row
+  // are the low halves of its bytes.
+  template <Encoding E>
+  static __m256i four_bits(const std::uint8_t* unit, int operand) {
+    const __m256i mask = _mm256_set1_epi16(15);
+    const int chunk = operand / 2, odd = operand % 2;
+    if constexpr (E == kW4) {
+      const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(unit + chunk * 16)));
+      return odd ? _mm256_srli_epi16(words, 4) : _mm256_and_si256(words, mask);
+    } else {
+      const std::uint8_t* codes = unit + (E == kQ4K ? 16 : 0) + chunk / 2 * 32;
+      const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+      const int shift = chunk % 2 * 4 + odd * 8;
+      const __m256i moved = shift == 0 ? words : _mm256_srli_epi16(words, shift);
+      return shift == 12 ? moved : _mm256_and_si256(moved, mask);
+    }
+  }
+  static __m256i less(__m256i part, const std::int32_t* centres) {
+    return _mm256_sub_epi32(part, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(centres)));
+  }
+  static void keep_times(__m256i part, int centre, std::int32_t* to) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_mullo_epi32(part, _mm256_set1_epi32(centre)));
+  }
   static __m256i signed_bytes(const std::uint8_t* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }

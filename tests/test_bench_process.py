@@ -1,15 +1,18 @@
 """Real workers: cold requests that read from storage, memory that is the worker's own, and no worker that outlives its parent."""
 
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from vismoe.bench import process
 from vismoe.bench.job import Job
 from vismoe.bench.limits import Groups, cached_bytes, drop_caches, imports_bytes
 from vismoe.bench.process import disk_bytes, release_mapped
@@ -85,8 +88,6 @@ def test_a_cold_request_reads_its_experts_from_storage_and_a_warm_one_does_not_r
 
 @linux
 def test_pages_that_this_process_has_mapped_are_released_and_private_copies_stay(tmp_path):
-    import mmap
-
     file = tmp_path / "weights"
     file.write_bytes(os.urandom(4 * MIB))
     os.sync()
@@ -102,6 +103,26 @@ def test_pages_that_this_process_has_mapped_are_released_and_private_copies_stay
     release_mapped([file])
     assert drop_caches([file]) == cached_bytes(file) <= MIB
     assert private[:5] == b"mine!" and private[5:] == read_only[5:]
+
+
+@linux
+def test_memory_that_takes_the_place_of_a_mapping_is_not_released(tmp_path, monkeypatch):
+    """A file is mapped while it is asked for what is cached, and other memory may lie there at once: one waits for the other."""
+    file, asking = tmp_path / "weights", []
+    file.write_bytes(os.urandom(MIB))
+
+    def advise(*place):
+        asking.append(threading.Thread(target=cached_bytes, args=[file]))
+        asking[-1].start()
+        asking[-1].join(0.5)
+        assert asking[-1].is_alive()
+
+    monkeypatch.setattr(process, "advise", advise)
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ):
+        release_mapped([file])
+    for thread in asking:
+        thread.join()
+    assert asking
 
 
 @linux

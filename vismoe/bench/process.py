@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from vismoe.pools.advice import DONTNEED, PAGEOUT, advise
-from vismoe.store.page_cache import mappings
+from vismoe.store.page_cache import PASSING, mappings
 
 PROC = Path("/proc/self")
 PR_SET_PDEATHSIG = 1
@@ -50,6 +50,7 @@ def release_mapped(paths: Iterable[str | Path]) -> None:
     A mapping without private copies reads its file again when it is accessed; one with copies keeps those.
     """
     wanted = {os.path.realpath(path) for path in paths}
-    for one in sorted(mappings(), key=attrgetter("has_copies")):  # a page that is mapped twice is not paged out
-        if one.path in wanted:
-            advise(one.start, one.end - one.start, PAGEOUT if one.has_copies else DONTNEED)
+    with PASSING:
+        for one in sorted(mappings(), key=attrgetter("has_copies")):  # a page that is mapped twice is not paged out
+            if one.path in wanted:
+                advise(one.start, one.end - one.start, PAGEOUT if one.has_copies else DONTNEED)

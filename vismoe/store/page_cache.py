@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 
 PAGE_BYTES = mmap.PAGESIZE
 SMAPS = Path("/proc/self/smaps")
+PASSING = threading.Lock()  # held while a file is mapped for a moment: its addresses may be another's memory at once
 MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ \d+\s+(/.*)")  # first line of a mapping in smaps
 
 
@@ -21,16 +23,17 @@ def cached_bytes(descriptor: int, offset_bytes: int, nbytes: int) -> int:
     """
     first = offset_bytes // PAGE_BYTES * PAGE_BYTES
     nbytes += offset_bytes - first
-    try:
-        mapped = mmap.mmap(descriptor, max(1, nbytes), prot=mmap.PROT_READ, offset=first)  # its memory is not touched
-    except ValueError:  # the file is shorter
-        return 0
     resident = np.empty(-(-nbytes // PAGE_BYTES), np.uint8)
-    pages = np.frombuffer(mapped, np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.mincore(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(nbytes), ctypes.c_void_p(resident.ctypes.data))
-    del pages  # the mapping cannot be closed while an array refers to it
-    mapped.close()
+    with PASSING:
+        try:
+            mapped = mmap.mmap(descriptor, max(1, nbytes), prot=mmap.PROT_READ, offset=first)  # its memory is not touched
+        except ValueError:  # the file is shorter
+            return 0
+        pages = np.frombuffer(mapped, np.uint8)
+        failed = libc.mincore(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(nbytes), ctypes.c_void_p(resident.ctypes.data))
+        del pages  # the mapping cannot be closed while an array refers to it
+        mapped.close()
     if failed:
         raise OSError(ctypes.get_errno(), "mincore")
     return int((resident & 1).sum()) * PAGE_BYTES
@@ -48,7 +51,8 @@ class Mapping(NamedTuple):
 
 
 def mappings() -> Iterator[Mapping]:
-    """Every file that this process has mapped; none where the system does not say."""
+    """Every file that this process has mapped; none where the system does not say. Those of `cached_bytes` pass: who writes to
+    addresses, or gives up what lies there, holds PASSING meanwhile."""
     begun: re.Match[str] | None = None
     for line in SMAPS.read_text().splitlines() if SMAPS.exists() else []:
         if found := MAPPING.fullmatch(line):

@@ -17,6 +17,8 @@
 //                                  which order(const X*, X*) brings those of kUnit; kOfSet operands share scale(Scales, set), with
 //                                  scales(unit, kScales numbers); Tile, the same of decoded rows; kOwnScales: the unit has the scales,
 //                                  which keep_scales(unit, to) keeps for a Tile; kOwnMinima: and minima, see add_minima
+//   four_bits<Encoding>(unit, j)   if it makes words of codes of 4 bits as they lie; also less(Part, centres) and keep_times(Part, centre,
+//                                  centres): see sum_centres
 //   times(Sum, Sum)                if its inputs are words; also words<signed>(Codes, whether the odd ones; both if they fit), and for
 //                                  scales that are integers, of which a Sum holds the bits: add_times(Part, Part, scale), whole(Operand, scale),
 //                                  of_word(a float16), in every lane and times kOfWord
@@ -141,6 +143,10 @@ constexpr std::size_t kTokensOfWhole = 4, kTokensOfBytes = 12;
 template <class S>
 constexpr bool has_words = !std::is_same_v<typename S::Part, typename S::Sum>;
 
+// The same of an encoding whose scales are no integers.
+template <class S, Encoding E>
+constexpr std::size_t words_in_registers() { return unit_bytes(E) == kUnit ? kTokensOfBytes : S::kTokens; }
+
 // Whether a packed row has words behind its inputs: the set S::Words computes with these where weights are integers.
 template <class S, class = void>
 constexpr bool offers_words = false;
@@ -153,7 +159,7 @@ constexpr std::size_t raw_tokens = 0;
 template <class S>
 constexpr std::size_t raw_tokens<S, std::void_t<decltype(S::kRawTokens)>> = S::kRawTokens;
 
-constexpr int kMostOperands = 8;  // of a unit that is not scaled, which follow one another in the code
+constexpr int kMostOperands = 8;  // of a unit that is not scaled: a loop over more is not unrolled whole
 
 // One unit of one row.
 struct Unit {
@@ -184,15 +190,15 @@ struct Packed {
   static constexpr std::size_t kInputs = unit_inputs(E), kUnitBytes = unit_bytes(E), kGroups = 0, kStep = step_of(E);
 };
 
-// Whether a set has codes of 4 bits as words without a centre: S::four_bits<E>(unit, operand), for these encodings.
+// Whether a set makes words of codes of 4 bits as they lie, unsigned: by S::four_bits<E>(unit, operand), for these encodings.
 template <class S, class = void>
 constexpr bool has_four_bits = false;
 template <class S>
 constexpr bool has_four_bits<S, std::void_t<decltype(S::template four_bits<kInt4>(nullptr, 0))>> = true;
 constexpr bool is_four_bits(Encoding e) { return e == kInt4 || e == kW4 || e == kQ4K; }
 
-// The same as words, in registers: the even ones of 32 codes, then the odd ones. `kWhole`: scales of steps are integers. kCentre: what
-// codes are too large by, which is taken from the sum of a unit: as integers, so that bits are those of smaller codes.
+// The same as words, in registers: the even ones of 32 codes, then the odd ones. `kWhole`: scales of steps are integers. kCentre: by
+// so much these words are too large; `scaled_step` takes it, times the inputs, from sums that are integers, which keeps all bits.
 template <class S, Encoding E>
 struct WordDecoder : Packed<E> {
   static constexpr Encoding kEncoding = E;
@@ -255,11 +261,11 @@ struct Inputs {
   std::size_t room, units;
   const X* turns_from;  // if inputs are words
   std::size_t turns_apart;
-  const std::int32_t* centres = nullptr;  // [units, kCentreLanes] of each token, where a decoder leaves its centre to these
+  const std::int32_t* centres = nullptr;  // [tokens, units, kCentreLanes]: sum_centres, where a decoder has kCentre
   static constexpr std::size_t kCentreLanes = 8;
 
   Inputs from(std::size_t n) const {
-    return {x + n * stride, stride, sums + n * room, room, units, turns_from + n * turns_apart, turns_apart, centres_of(n)};
+    return {x + n * stride, stride, sums + n * room, room, units, turns_from + n * turns_apart, turns_apart, centres ? centres_of(n) : nullptr};
   }
   const std::int32_t* centres_of(std::size_t n) const { return centres + n * units * kCentreLanes; }
   const float* turns(std::size_t n) const { return reinterpret_cast<const float*>(turns_from + n * turns_apart); }
@@ -315,7 +321,7 @@ VISMOE_INLINE void unit_step(const Unit (&units)[R], const typename S::X* x, std
     }
   };
   constexpr int kOperands = static_cast<int>(D::kInputs / S::kLanes);
-  if constexpr (D::kGroups == 0 && kOperands > kMostOperands) {  // longer code is slower
+  if constexpr (D::kGroups == 0 && kOperands > kMostOperands) {  // code of sixteen is slower with many tokens
 #pragma GCC unroll 4
     for (int j = 0; j < kOperands; j++) operand(j);
   } else {
@@ -846,7 +852,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
     if (!kRestored && rows.sums.minima) sum_inputs<S, D::kStep>(in, inputs, n, scratch.x_sums);
     if constexpr (is_ordered<D>) order_inputs<D>(in, inputs, n, static_cast<typename S::X*>(scratch.ordered));
     if constexpr (centre_of<D> > 0) {
-      if (n <= S::kTokens) sum_centres<S>(in, D::kCentre, n, static_cast<std::int32_t*>(scratch.ordered));
+      if (n <= words_in_registers<S, E>()) sum_centres<S>(in, D::kCentre, n, static_cast<std::int32_t*>(scratch.ordered));
       in.centres = static_cast<const std::int32_t*>(scratch.ordered);
     }
   }
@@ -873,7 +879,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
       product_of_whole<S>(rows, count, in, n, scratch, to, y_stride);
     } else if constexpr (std::is_base_of_v<Packed<E>, D>) {
       if constexpr (has_words<S>) {
-        if (n <= (unit_bytes(E) == kUnit ? kTokensOfBytes : S::kTokens) && count == kRows) {
+        if (n <= words_in_registers<S, E>() && count == kRows) {
           blocks<S, D, S::kTokens>(rows, count, in, n, to, y_stride);
           continue;
         }

@@ -17,7 +17,7 @@ from vismoe.models.family.components import exactly, pass_over, tied_weights
 from vismoe.models.family.families import expert_modules, expert_parameters
 from vismoe.pools.advice import in_huge_pages
 from vismoe.store.files import OpenFiles
-from vismoe.store.page_cache import mappings
+from vismoe.store.page_cache import PASSING, mappings
 from vismoe.store.tensor_reads import read_new
 
 LARGE_BYTES = 2**20
@@ -73,7 +73,8 @@ def own_memory(model: nn.Module, files: OpenFiles | None = None) -> int:
 def _places(files: OpenFiles) -> Callable[[torch.Tensor], tuple[int, int] | None]:
     """Gives the file, by its number, and the offset in bytes where a large tensor lies mapped; None for others."""
     numbers = {os.path.realpath(file.path): number for number, file in enumerate(files.files)}
-    mapped = [one for one in mappings() if one.path in numbers and not one.has_copies]
+    with PASSING:
+        mapped = [one for one in mappings() if one.path in numbers and not one.has_copies]
 
     def place(tensor: torch.Tensor) -> tuple[int, int] | None:
         begin, nbytes = tensor.data_ptr(), tensor.nbytes

@@ -143,7 +143,7 @@ constexpr std::size_t kTokensOfWhole = 4, kTokensOfBytes = 12;
 template <class S>
 constexpr bool has_words = !std::is_same_v<typename S::Part, typename S::Sum>;
 
-// The same of an encoding whose scales are no integers.
+// The tokens up to which codes become words in registers, of an encoding whose scales are no integers.
 template <class S, Encoding E>
 constexpr std::size_t words_in_registers() { return unit_bytes(E) == kUnit ? kTokensOfBytes : S::kTokens; }
 

@@ -1,8 +1,6 @@
 """The lossless format: the oracle against the weights, the C++ codec against the oracle, both against damaged bytes."""
 
-import ctypes
 import json
-import mmap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from format_oracles import PACKED, STORED, Lossless
+from guarded import Guarded
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -193,19 +192,6 @@ def test_threads_may_share_a_codec():
     with ThreadPoolExecutor(4) as threads:
         slabs = list(threads.map(lambda record: decoded(codec, codec.encode(record)), cases))
     assert all(torch.equal(slab, expected_slab(raw, record)) for slab, record in zip(slabs, cases))
-
-
-class Guarded:
-    """Bytes that end where readable memory ends: one byte too far is a segmentation fault."""
-
-    def __init__(self, content: torch.Tensor):
-        size = max(1, -(-content.numel() // mmap.PAGESIZE)) * mmap.PAGESIZE
-        self._memory = mmap.mmap(-1, size + mmap.PAGESIZE)
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        failed = ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(whole.data_ptr() + size), mmap.PAGESIZE, 0)
-        assert not failed, ctypes.get_errno()
-        self.bytes = whole[size - content.numel() : size]
-        self.bytes.copy_(content)
 
 
 def outcome(codec: Lossless, encoded: torch.Tensor) -> torch.Tensor | str:

@@ -13,6 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_
 
 from vismoe.kernels import cpu, rows
 from vismoe.lookahead.gate import biases_of
+from vismoe.models.moe.linears import MOST_ROWS
 from vismoe.models.moe.norms import NormForm, norm_form, serve_norms
 from vismoe.models.moe.rotary import is_known, serve_rotations
 from vismoe.models.moe.routers import _largest_softmax, router_of, serve_routers
@@ -180,6 +181,29 @@ def test_a_routers_logits_are_as_near_to_float64_as_torchs():
         assert torch.equal(after[5, 3], gate(x[5, 3:4])[0][0])
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])  # the second one's product is in float32
+@torch.inference_mode()
+def test_a_router_serves_as_many_rows_as_a_linear_layer(isa, family, monkeypatch):
+    """With the kernels for AVX2 and for AVX-512 without BF16 any number: torch's bfloat16 takes three times as long there."""
+    torch.manual_seed(8)
+    model, counts, linear = build(family), [], cpu.linear
+    gate = next(module for module in model.modules() if "Router" in type(module).__name__)
+    x = torch.randn(3, 100, gate.weight.shape[1], dtype=torch.bfloat16)
+    flat, numbers = x.flatten(0, 1), (MOST_ROWS, MOST_ROWS + 1, 300)
+    before = {count: gate(flat[:count]) for count in numbers}
+    assert serve_routers(model) > 0
+    monkeypatch.setattr(cpu, "linear", lambda x, *more: counts.append(len(x)) or linear(x, *more))
+    for count in numbers:
+        counts.clear()
+        made, by_kernels = gate(flat[:count]), count <= MOST_ROWS or isa in ("avx2", "avx512")
+        assert sum(counts) == (count if by_kernels else 0)
+        if by_kernels:
+            assert torch.equal(made[0][5], gate(flat[5:6])[0][0])
+        else:
+            assert all(map(torch.equal, made, before[count]))
+    assert torch.equal(gate(x)[0], gate(flat)[0])
+
+
 def test_rotations_are_known_by_their_bits():
     def interleaved(q, k, cos, sin, unsqueeze_dim=1):
         return turn_a_part(q.flip(-1), k.flip(-1), cos, sin)
@@ -224,15 +248,13 @@ def test_a_served_model_says_what_it_did_and_can_be_given_back(family):
 
 
 @torch.inference_mode()
-def test_few_rows_go_to_the_kernels_and_many_to_torch():
+def test_the_choice_of_a_router_is_the_kernels():
     model = build("qwen3_moe")
     gate = model.model.layers[0].mlp.gate
-    x = torch.randn(40, gate.hidden_dim, dtype=torch.bfloat16)
-    many = gate(x)
     serve_routers(model)
-    assert all(map(torch.equal, gate(x), many))
-    logits = cpu.linear(x[:3], gate.weight)
-    assert all(map(torch.equal, gate(x[:3]), (logits, *rows.choose(logits, 2, False, torch.bfloat16))))
+    x = torch.randn(3, gate.hidden_dim, dtype=torch.bfloat16)
+    logits = cpu.linear(x, gate.weight)
+    assert all(map(torch.equal, gate(x), (logits, *rows.choose(logits, 2, False, torch.bfloat16))))
 
 
 def test_gradients_go_through_torch():

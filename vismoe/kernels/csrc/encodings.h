@@ -99,26 +99,73 @@ inline void spread_fp16(const std::uint8_t* p, std::size_t apart, std::size_t co
 #endif
 }
 
+#if defined(__AVX2__)
+// 16 bytes of which the first `count`, at least one, are those at p. These are in `copy` where 16 at p would reach into the next page,
+// which may not be readable.
+inline const std::uint8_t* readable(const std::uint8_t* p, std::size_t count, std::uint8_t (&copy)[16]) {
+  if ((reinterpret_cast<std::uintptr_t>(p) & 4095) <= 4096 - 16) return p;
+  for (std::size_t i = 0; i < count; i++) copy[i] = p[i];
+  return copy;
+}
+
+// The first `count` of eight numbers, of which there may be more or none, and zeros.
+inline __m256 first_of(__m256 eight, std::ptrdiff_t count) {
+  const __m256i place = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), end = _mm256_set1_epi32(static_cast<int>(count));
+  return _mm256_and_ps(eight, _mm256_castsi256_ps(_mm256_cmpgt_epi32(end, place)));
+}
+#endif
+
+// to[i] = the bfloat16 at p + 2 i, times a number, and zeros behind `count` of them, up to a multiple of 16.
+inline void spread_bf16(const std::uint8_t* p, std::size_t count, float times, float* to) {
+#if defined(__AVX2__)
+  const __m256 factor = _mm256_set1_ps(times);
+  const auto eight_at = [&](const std::uint8_t* from) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)), factor);
+  };
+  std::size_t i = 0;
+  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, eight_at(p + i * 2));
+  if (i < count) {
+    std::uint8_t copy[16] = {};
+    const std::uint8_t* rest = readable(p + i * 2, (count - i) * 2, copy);
+    _mm256_storeu_ps(to + i, first_of(eight_at(rest), static_cast<std::ptrdiff_t>(count - i)));
+    i += 8;
+  }
+  if (i % 16 != 0) _mm256_storeu_ps(to + i, _mm256_setzero_ps());
+#else
+  for (std::size_t i = 0; i < round_up(count, 16); i++) to[i] = i < count ? times * value_at(p, kBf16, i) : 0.0f;
+#endif
+}
+
+// Zeros behind `count` numbers, up to a multiple of 16.
+inline void zero_rest(std::size_t count, float* to) {
+#if defined(__AVX2__)
+  for (std::size_t i = count / 8 * 8; i < round_up(count, 16); i += 8) {
+    const std::ptrdiff_t left = static_cast<std::ptrdiff_t>(count) - static_cast<std::ptrdiff_t>(i);
+    _mm256_storeu_ps(to + i, first_of(_mm256_loadu_ps(to + i), left));
+  }
+#else
+  for (std::size_t i = count; i < round_up(count, 16); i++) to[i] = 0.0f;
+#endif
+}
+
 // to[i] = value(from[i]) for `count` bytes; what lies behind these is written, too, up to a multiple of 8. Eight at a time: of loops
 // over bytes compilers make longer vectors than most rows have scales for. Not inlined, so that what surrounds it changes nothing.
 template <class F>
 __attribute__((noinline)) void each_of(const std::uint8_t* from, std::size_t count, float* to, F value) {
-  const auto put_eight = [&](std::size_t i, std::size_t there) {
-    std::uint64_t bytes = 0;
+  for (std::size_t i = 0; i < count; i += 8) {
     std::uint32_t eight[8];
     float values[8];
-    std::memcpy(&bytes, from + i, there);
 #if defined(__AVX2__)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(eight), _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<long long>(bytes))));
+    std::uint8_t copy[16] = {};
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(readable(from + i, count - i < 8 ? count - i : 8, copy)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(eight), _mm256_cvtepu8_epi32(bytes));
 #else
-    for (std::size_t k = 0; k < 8; k++) eight[k] = bytes >> 8 * k & 255;
+    for (std::size_t k = 0; k < 8; k++) eight[k] = i + k < count ? from[i + k] : 0;
 #endif
     for (std::size_t k = 0; k < 8; k++) values[k] = value(eight[k]);
     std::memcpy(to + i, values, sizeof values);
-  };
-  std::size_t i = 0;
-  for (; i + 8 <= count; i += 8) put_eight(i, 8);
-  if (i < count) put_eight(i, count - i);
+  }
 }
 
 // The steps of inputs in a group of so many inputs, at least one.
@@ -142,7 +189,7 @@ inline void spread_scales(const Matrix& m, const std::uint8_t* scale, std::size_
   if (groups == 1) to[0] = times * value_at(scale, dtype, 0);
   else if (dtype == kFp32) for (std::size_t g = 0; g < groups; g++) to[g] = times * value_at(scale, kFp32, g);
   else if (dtype == kFp16) spread_fp16(scale, 2, groups, times, to);
-  else for (std::size_t g = 0; g < groups; g++) to[g] = times * value_at(scale, kBf16, g);
+  else spread_bf16(scale, groups, times, to);
   spread(each, steps, to);
 }
 
@@ -239,20 +286,20 @@ inline void iq4_scales(const std::uint8_t* block, float times, float* scales) {
   eight_times<std::int8_t, kWhole>(bytes, times * fp16_at(block), scales);
 }
 
-// The scales of one row, and its minima if there are any; zeros after them, up to a multiple of 16. `kWhole`: see `k_scales`.
+// The scales of row `row` of `rows`, and its minima if there are any; zeros after them, up to a multiple of 16. `kWhole`: see `k_scales`.
 // `kWords`: scales, but not minima, are times kOfWord. At once, because memory that was written in parts is read late in whole vectors.
 template <Encoding E, bool kWhole = false, bool kWords = false>
-inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t row, float* scales, float* minima) {
+inline void read_scales(const Matrix& m, const Place& rows, std::size_t row, float* scales, float* minima) {
   static_assert(!kWords || (!kWhole && (!has_whole_scales(E) || E == kIq4Xs)));  // others have their scales in place
   constexpr float kTimes = kWords ? kOfWord : 1.0f;
   constexpr std::size_t kStep = step_of(E);
   const std::size_t inputs = static_cast<std::size_t>(m.inputs), steps = (inputs + kStep - 1) / kStep;
-  const std::uint8_t* codes = record + m.codes + row * static_cast<std::size_t>(m.row_bytes);
-  const std::uint8_t* scale = record + m.scale + row * m.scale_bytes();
-  const std::uint8_t* offset = record + m.offset + row * m.offset_bytes();
-  if constexpr (E <= kInt2) {
-    spread_scales(m, scale, kStep, steps, kTimes, scales);
-    spread_scales(m, offset, kStep, steps, 1.0f, minima);
+  const std::uint8_t* codes = rows.codes + row * rows.row_bytes;
+  const std::uint8_t* scale = rows.scale + row * rows.scale_bytes;
+  const std::uint8_t* offset = rows.offset + row * rows.offset_bytes;
+  if constexpr (E <= kInt2) {  // groups are steps
+    spread_bf16(scale, steps, kTimes, scales);
+    return spread_bf16(offset, steps, 1.0f, minima);
   } else if constexpr (E == kFp8 || E == kW8 || E == kW4 || E == kW4Narrow) {
     spread_scales(m, scale, kStep, steps, kTimes, scales);
     if (has_minima(m)) {  // codes are q - 8, weights are (q - zero) scale
@@ -260,7 +307,9 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
       const auto centred = [](std::uint32_t zero) { return static_cast<float>(8 - static_cast<std::int32_t>(zero)); };
       each_of(offset, (steps + each - 1) / each, minima, centred);
       spread(each, steps, minima);
-      for (std::size_t s = 0; s < steps; s++) minima[s] *= scales[s] / kTimes;
+      for (std::size_t s = 0; s < steps; s += 8) {  // also what lies behind them, which becomes zeros below
+        for (std::size_t k = s; k < s + 8; k++) minima[k] *= scales[k] / kTimes;
+      }
     }
   } else if constexpr (E == kMxFp4) {
     each_of(scale, steps, scales, [](std::uint32_t exponent) { return kTimes * half_from_e8m0(exponent); });
@@ -288,7 +337,8 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
     spread_fp16(codes, unit_bytes(E) / 4, steps, kTimes, scales);
     if constexpr (E == kQ4_1 || E == kQ5_1) spread_fp16(codes + 2, unit_bytes(E) / 4, steps, 1.0f, minima);
   }
-  for (std::size_t s = steps; s < round_up(steps, 16); s++) scales[s] = minima[s] = 0.0f;
+  zero_rest(steps, scales);
+  zero_rest(steps, minima);
 }
 
 // ------------------------------------------------------------------ codes

@@ -138,14 +138,10 @@ constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 // Of every 32 inputs those with even numbers come first, so that codes of 8 bits become words without a shuffle.
 constexpr std::size_t kWordSpan = 32;
 // Up to so many tokens codes become words in registers, again for each block of tokens; for more they do so once, in the tile.
-// kTokensOfWhole: if scales are integers; kTokensOfBytes: if codes have 8 bits. For other codes it is one block.
-constexpr std::size_t kTokensOfWhole = 4, kTokensOfBytes = 12;
+// kTokensOfWhole: if scales are integers; kTokensOfPlain: else, if an instruction or two make words of codes. For others it is one block.
+constexpr std::size_t kTokensOfWhole = 4, kTokensOfPlain = 12;
 template <class S>
 constexpr bool has_words = !std::is_same_v<typename S::Part, typename S::Sum>;
-
-// The tokens up to which codes become words in registers, of an encoding whose scales are no integers.
-template <class S, Encoding E>
-constexpr std::size_t words_in_registers() { return unit_bytes(E) == kUnit ? kTokensOfBytes : S::kTokens; }
 
 // Whether a packed row has words behind its inputs: the set S::Words computes with these where weights are integers.
 template <class S, class = void>
@@ -196,6 +192,14 @@ constexpr bool has_four_bits = false;
 template <class S>
 constexpr bool has_four_bits<S, std::void_t<decltype(S::template four_bits<kInt4>(nullptr, 0))>> = true;
 constexpr bool is_four_bits(Encoding e) { return e == kInt4 || e == kW4 || e == kQ4K; }
+
+// The tokens up to which codes become words in registers, of an encoding whose scales are no integers. Q8_0 was measured with
+// four_bits alone.
+template <class S, Encoding E>
+constexpr std::size_t words_in_registers() {
+  constexpr bool kPlain = E == kInt8 || E == kW8 || (has_four_bits<S> && (is_four_bits(E) || E == kQ8_0));
+  return kPlain ? kTokensOfPlain : S::kTokens;
+}
 
 // The same as words, in registers: the even ones of 32 codes, then the odd ones. `kWhole`: scales of steps are integers. kCentre: by
 // so much these words are too large; `scaled_step` takes it, times the inputs, from sums that are integers, which keeps all bits.
@@ -696,10 +700,15 @@ inline void look_ahead(const Place& later, std::size_t row, Rows<D>& rows) {
   rows.ahead = later.codes == nullptr ? nullptr : later.codes + row * later.row_bytes;
   rows.ahead_bytes = later.apart * later.row_bytes;
   if (rows.ahead == nullptr || later.scale_bytes == 0) return;
+  const auto prefetch_all = [](const std::uint8_t* from, std::size_t bytes) {
+    const std::uint8_t* end = from + bytes;
+    for (; from < end; from += 64) __builtin_prefetch(from);
+    __builtin_prefetch(end - 1);
+  };
   for (std::size_t r = 0; r < kRows; r++) {
     const std::size_t at = row + r * later.apart;
-    for (std::size_t b = 0; b < later.scale_bytes + 63; b += 64) __builtin_prefetch(later.scale + at * later.scale_bytes + b);
-    for (std::size_t b = 0; b < later.offset_bytes + 63; b += 64) __builtin_prefetch(later.offset + at * later.offset_bytes + b);
+    prefetch_all(later.scale + at * later.scale_bytes, later.scale_bytes);
+    if (later.offset_bytes > 0) prefetch_all(later.offset + at * later.offset_bytes, later.offset_bytes);
   }
 }
 
@@ -869,7 +878,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
       for (std::size_t r = 0; r < count; r++) {
         float* scales = scratch.scales + r * scratch.steps;
         constexpr bool kWhole = is_whole<D>;
-        read_scales<E, kWhole, has_words<S> && !kWhole>(m, record, row + r * apart, scales, scales + kRows * scratch.steps);
+        read_scales<E, kWhole, has_words<S> && !kWhole>(m, all, row - begin + r * apart, scales, scales + kRows * scratch.steps);
       }
     }
     float* to = y + (row - begin);
@@ -1295,7 +1304,7 @@ void restore_row(const Matrix& m, const std::uint8_t* record, std::size_t row, c
     float *scales = scratch.scales, *minima = scales + kRows * scratch.steps;
     const bool affine = has_minima(m);
     constexpr bool kZeros = E == kW4 || E == kW4Narrow;
-    read_scales<E>(m, record, row, scales, minima);
+    read_scales<E>(m, place_of(m, record, row, 1), 0, scales, minima);
     if (kZeros && affine) {  // (q - 8) + (8 - zero) is exact
       const std::uint8_t* zeros = record + m.offset + row * m.offset_bytes();
       for (std::size_t s = 0; s * kStep < inputs; s++) {

@@ -92,7 +92,7 @@ void restore_rows(const Matrix& m, const std::uint8_t* record, std::size_t begin
   for (std::size_t row = begin; row < end; row++) {
     X* to = scratch.rows + (row - begin) * stride;
     place_rows(m, record, row, 1, 1, rows);
-    if constexpr (D::kStep > 0) read_scales<E>(m, record, row, scales, minima);
+    if constexpr (D::kStep > 0) read_scales<E>(m, place_of(m, record, row, 1), 0, scales, minima);
     for (std::size_t u = 0; u < rows.units + rows.tail; u++) {
       const Unit unit = u < rows.units ? unit_at(rows, 0, u) : rest_of(rows, 0);
       if constexpr (D::kStep > 0) {

@@ -194,7 +194,7 @@ def build(model: Any, configuration: Configuration, pools: Pools | None = None) 
         backends["rest"] = configuration.backbone.about
     if configuration.experts.kernels is not None:
         (linears, of_vision), routers = serve_linears(model), serve_routers(model)
-        up_to = f"up to {MOST_ROWS} rows" + (", and linear layers of any number" if served(MOST_ROWS + 1) else "")
+        up_to = "any number of rows" if served(MOST_ROWS + 1) else f"up to {MOST_ROWS} rows"
         vision = f", {of_vision} of the vision tower" if of_vision else ""
         backends["linears"] = f"fast: {linears} linear layers of the decoder{vision} and {routers} routers, {up_to}"
         backends["norms"] = _serve_rows(model)

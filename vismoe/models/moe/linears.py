@@ -74,7 +74,7 @@ def _forward(reference: Any, x: torch.Tensor) -> torch.Tensor:
     rows = x.numel() // weight.shape[1]
     if not _by_kernels(rows, x, weight):
         return nn.functional.linear(x, weight, bias)
-    return _product(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
+    return product(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
 
 
 def _forward_of_patches(reference: Any, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def _forward_of_patches(reference: Any, x: torch.Tensor) -> torch.Tensor:
     cut = x.reshape(*x.shape[:2], *(length for both in zip(counts, size) for length in both))
     places = range(2, cut.ndim, 2)
     patches = cut.permute(0, *places, 1, *(place + 1 for place in places)).reshape(rows, -1)
-    out = _product(patches, weight.view(len(weight), -1), module.bias).view(len(x), *counts, -1)
+    out = product(patches, weight.view(len(weight), -1), module.bias).view(len(x), *counts, -1)
     return out.movedim(-1, 1).contiguous()
 
 
@@ -99,18 +99,16 @@ def _by_kernels(rows: int, x: torch.Tensor, weight: torch.Tensor) -> bool:
     return fits and served(rows) and not torch.is_grad_enabled()
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x weight^T + bias `[rows, out]` by the kernels, of any number of rows."""
     return _by_pieces(x, len(weight), lambda piece: cpu.linear(piece, weight, bias))
 
 
-def few(rows: int) -> bool:
-    """Whether the kernels compute so many rows: few, or those of a shared pass, which are to have the bits of being alone."""
-    return 0 < rows <= MOST_ROWS or (rows > 0 and running_rows() is not None)
-
-
 def served(rows: int) -> bool:
-    """Whether the kernels compute a linear layer of so many rows: few, or any number without instructions for bfloat16."""
-    return few(rows) or (rows > 0 and cpu.setup().isa in ("avx2", "avx512"))
+    """Whether the kernels compute a linear layer or a router of so many rows: few; those of a shared pass, which are to have the
+    bits of being alone; or any number, by the kernels for AVX2 and for AVX-512 without BF16."""
+    few = rows <= MOST_ROWS or running_rows() is not None
+    return rows > 0 and (few or cpu.setup().isa in ("avx2", "avx512"))
 
 
 def _by_pieces(x: torch.Tensor, outputs: int, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

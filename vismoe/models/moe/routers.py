@@ -1,10 +1,10 @@
-"""Lets the kernels compute routers: on the CPU those of few rows, the product by the linears' kernel, and if they know it the
-choice, too; on a GPU the choice behind torch's product, by one launch instead of eight.
+"""Lets the kernels compute routers: on the CPU those of as many rows as linear layers, the product by the linears' kernel, and if
+they know it the choice, too; on a GPU the choice behind torch's product, by one launch instead of eight.
 
 A router whose choice is that of the largest softmax is computed in two calls. Any other runs its own code, in which the product
 alone is ours: there `F.linear` and the router's weight are stand-ins, and casts of the weight, which torch would make for each
 token, do nothing. Either is compared with what the router makes of some vectors; one that differs stays torch's. The change is a
-`forward` on the module object, and serves as many rows as that of a linear.
+`forward` on the module object.
 """
 
 import copy
@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vismoe.kernels import cpu, rows
+from vismoe.kernels import rows
 from vismoe.kernels.gpu import rows as gpu_rows
 from vismoe.lookahead.gate import biases_of
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.family.forms import wave
-from vismoe.models.moe.linears import HALVES, few
+from vismoe.models.moe.linears import HALVES, product, served
 from vismoe.models.moe.own_forward import give_forward, was_given, with_names
 from vismoe.models.moe.row_kernels import alike
 
@@ -35,7 +35,7 @@ ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 
 
 def serve_routers(model: nn.Module) -> int:
-    """Make the kernels compute the routers of the decoder's experts for few rows, as linears; returns how many these are."""
+    """Make the kernels compute the routers of the decoder's experts for as many rows as linears; returns how many these are."""
     return give_forward(_routers(model), _forward)
 
 
@@ -135,7 +135,7 @@ def _largest_softmax(top_k: int, normalised: bool, dtype: torch.dtype, module: A
     if flat.is_cuda:
         logits = functional.linear(flat, module.weight)
         return (logits, *gpu_rows.choose(logits, top_k, normalised, dtype))
-    logits = cpu.linear(flat, module.weight)
+    logits = product(flat, module.weight)
     return (logits, *rows.choose(logits, top_k, normalised, dtype))
 
 
@@ -171,7 +171,7 @@ class _StandIn:
 def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not isinstance(weight, _Weight):
         return functional.linear(x, weight, bias)
-    return cpu.linear(x.reshape(-1, x.shape[-1]), weight.weight, bias).view(*x.shape[:-1], -1)
+    return product(x.reshape(-1, x.shape[-1]), weight.weight, bias).view(*x.shape[:-1], -1)
 
 
 _FUNCTIONAL = types.SimpleNamespace(**vars(functional) | {"linear": _linear})
@@ -182,7 +182,7 @@ def _forward(reference: Any, router: Router, hidden_states: torch.Tensor, *more:
     module = reference()
     weight = module.weight
     count = hidden_states.numel() // weight.shape[1]
-    fits = (few(count) or weight.is_cuda) and alike(hidden_states, weight)
+    fits = (weight.is_cuda or served(count)) and alike(hidden_states, weight)
     if not fits or torch.is_grad_enabled():
         return type(module).forward(module, hidden_states, *more, **named)
     return router(module, hidden_states, *more, **named)

@@ -56,14 +56,18 @@ class Written:
         ]
         self.on_disk = OnDisk(self.files.way, of_each, self.files)
 
-    def parts(self, experts: Experts, batch: Batch, coming: list[int]) -> tuple[torch.Tensor, list[read.Arrival]]:
-        """As `Batch.parts`; of those that are coming nothing is there before."""
+    def parts(
+        self, experts: Experts, batch: Batch, coming: list[int], all_read: bool = False
+    ) -> tuple[torch.Tensor, list[read.Arrival]]:
+        """As `Batch.parts`; of those that are coming nothing is there before, or (`all_read`) all when the kernels begin."""
         empty = [torch.full_like(slab, 0xFF) if i in coming else slab for i, slab in enumerate(experts.slabs)]
         records = np.array([slab.data_ptr() for slab in empty], np.uint64)
         arrivals = [self.on_disk.arrival(i, int(records[i])) for i in coming]
         for arrival, i in zip(arrivals, coming):
             arrival.at = i
         read.begin_reading(arrivals)
+        if all_read:
+            read.wait_for_reading(arrivals)
         out = torch.full((len(batch.tokens), experts.kernel.hidden), torch.nan)
         call = records, batch.starts, batch.tokens, batch.factors, batch.hidden, out
         spans, waited_s = experts.kernel.parts(*call, coming=arrivals)
@@ -101,6 +105,18 @@ def test_no_bit_depends_on_what_comes_and_when(written, kind, tokens, seed, data
         out, asked = slow.parts(experts, batch, coming)
     assert torch.equal(out, expected)
     assert all(arrival.done and not arrival.ended and arrival.began_s <= arrival.ended_s for arrival in asked)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@settings(max_examples=10)
+@given(coming=st.permutations(range(8)), absent=st.integers(0, 7))
+def test_all_of_a_layer_may_have_come_in_any_order(written, kind, coming, absent):
+    """As where a guess, whose expert has the smallest id, is named behind what the layer asked for."""
+    experts, files = written[kind]
+    files, batch = Written(files.path.parent, experts), Batch.of([2, 1, 3, 1, 1, 2, 1, 4], tokens=5)
+    for some in (coming, coming[absent:]):
+        out, _ = files.parts(experts, batch, list(some), all_read=True)
+        assert torch.equal(out, batch.parts(experts))
 
 
 def test_what_cannot_be_read_is_said_and_the_others_are_computed(written, monkeypatch):

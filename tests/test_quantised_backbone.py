@@ -243,9 +243,10 @@ def test_packed_linears_that_do_not_fit_are_refused_with_the_command(harm, sixte
     else:
         whole[100 if harm == "header" else -100] ^= 1
         file.write_bytes(whole[: -64 if harm == "cut" else None])
+    before = open_files()
     with pytest.raises((CheckpointError, ConfigError), match=r"Fix: .*vismoe pack MODEL --backbone int8"):
         load(folder, kernels="auto", backbone="int8")
-    assert open_files() == []
+    assert open_files() == before
     if harm != "absent":
         assert main(["pack", "--verify", str(folder)]) != 0
         assert "pack MODEL" in capsys.readouterr().err

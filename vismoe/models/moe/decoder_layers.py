@@ -402,14 +402,14 @@ class ServedLayer:
             return None
         if running is None and type(cache) is DynamicCache and count == 1 and index < len(cache.layers):
             only = cache.layers[index]
-            fits = isinstance(only, GrowingLayer) and only.has_room(1)
+            fits = isinstance(only, GrowingLayer) and only.make_room(1)
             return NewTokens((Cached(*only.place()),), only.one_more, (only.next_at(),)) if fits else None
         if running is not cache or type(cache) is not RowsCache:
             return None
         layer = cache.layers[index]
         if type(layer) is not RowsLayer or len(layer.rows) != count or not layer.kept:
             return None
-        if not all(isinstance(row, GrowingLayer) and row.has_room(count) for row in layer.rows):
+        if not all(isinstance(row, GrowingLayer) and row.make_room(count) for row in layer.rows):
             return None
         before: Counter[int] = Counter()  # rows of the same sequence so far
         places, at = [], []

@@ -76,8 +76,14 @@ class PrunedLayer(GrowingLayer):
         return result
 
     def has_room(self, tokens: int) -> bool:
-        plain = self.window is None and self._incoming is None and self._known is not None
-        return plain and super().has_room(tokens)
+        return self._grows_by_tokens and super().has_room(tokens)
+
+    def make_room(self, tokens: int) -> bool:
+        return self._grows_by_tokens and super().make_room(tokens)
+
+    @property
+    def _grows_by_tokens(self) -> bool:
+        return self.window is None and self._incoming is None and self._known is not None
 
     def _know(self, positions: torch.Tensor, covered: int) -> None:
         self._known, self._covered, self.padded = positions, covered, bool((positions < 0).any())

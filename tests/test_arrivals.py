@@ -59,7 +59,7 @@ class Written:
     def parts(
         self, experts: Experts, batch: Batch, coming: list[int], all_read: bool = False
     ) -> tuple[torch.Tensor, list[read.Arrival]]:
-        """As `Batch.parts`; of those that are coming nothing is there before, or (`all_read`) all when the kernels begin."""
+        """As `Batch.parts`; records that are coming are empty at first. all_read: they are read before the kernels begin."""
         empty = [torch.full_like(slab, 0xFF) if i in coming else slab for i, slab in enumerate(experts.slabs)]
         records = np.array([slab.data_ptr() for slab in empty], np.uint64)
         arrivals = [self.on_disk.arrival(i, int(records[i])) for i in coming]
@@ -111,7 +111,7 @@ def test_no_bit_depends_on_what_comes_and_when(written, kind, tokens, seed, data
 @settings(max_examples=10)
 @given(coming=st.permutations(range(8)), absent=st.integers(0, 7))
 def test_all_of_a_layer_may_have_come_in_any_order(written, kind, coming, absent):
-    """As where a guess, whose expert has the smallest id, is named behind what the layer asked for."""
+    """For example, a guess is named last, though its expert has the smallest id."""
     experts, files = written[kind]
     files, batch = Written(files.path.parent, experts), Batch.of([2, 1, 3, 1, 1, 2, 1, 4], tokens=5)
     for some in (coming, coming[absent:]):

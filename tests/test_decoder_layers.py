@@ -84,12 +84,69 @@ def test_one_call_computes_the_layers_of_a_token_from_the_first_one_on(twins, ra
 
 
 @torch.inference_mode()
-def test_a_cache_beyond_its_room_is_extended(twins, ran, monkeypatch):
-    monkeypatch.setattr(growing_cache, "GROWTH_TOKENS", 32)  # room is made for so many at a time
-    tokens, layers = 40, len(twins[0].pager.inventory.layers)
-    logits = [twin.passes(torch.arange(3, 9)[None], [1] * tokens) for twin in twins]
+@pytest.mark.parametrize("steps", [[1] * 40, [1, 2] * 20])
+def test_a_cache_whose_memory_is_full_gets_more(twins, steps, ran, monkeypatch):
+    """By the call, or by the modules, which compute two tokens."""
+    monkeypatch.setattr(growing_cache, "GROWTH_TOKENS", 7)  # room is made for so many at a time
+    logits = [twin.passes(torch.arange(3, 9)[None], steps) for twin in twins]
     assert all(map(torch.equal, *logits))
-    assert ran.count(True) == tokens * layers and ran.count(False) == 0
+    assert ran.count(True) == steps.count(1) * len(twins[0].pager.inventory.layers) and ran.count(False) == 0
+
+
+def with_others_in_float32(cache) -> None:
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.float(), layer.values.float()
+
+
+def with_half_of_the_columns(cache) -> None:
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[..., ::2].contiguous(), layer.values[..., ::2].contiguous()
+
+
+def with_more_heads(cache) -> None:
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.repeat(1, 2, 1, 1), layer.values.repeat(1, 2, 1, 1)
+
+
+@pytest.mark.parametrize("change", [with_others_in_float32, with_half_of_the_columns, with_more_heads])
+@pytest.mark.parametrize("with_room", [False, True])
+@torch.inference_mode()
+def test_a_cache_of_another_model_goes_to_the_modules(plain, change, with_room, ran):
+    """They convert it, or refuse it."""
+    found = []
+    for served in (True, False):
+        cache = cache_in(plain(torch.arange(3, 11)[None], use_cache=True))
+        change(cache)
+        grow_in_place(cache, 64)
+        for layer in cache.layers if with_room else ():
+            assert layer.make_room(1)
+        with pytest.MonkeyPatch.context() as patch:
+            if not served:
+                patch.setattr(ServedLayer, "run", lambda *given: None)
+            try:
+                found.append(plain(torch.tensor([[5]]), use_cache=True, **{CACHE: cache}).logits)
+            except RuntimeError as error:
+                found.append(error)
+        assert not any(ran)
+    assert type(found[0]) is type(found[1]) and (isinstance(found[0], RuntimeError) or torch.equal(*found))
+
+
+@torch.inference_mode()
+def test_a_token_behind_a_copied_beginning_has_the_bits_of_the_modules(tmp_path):
+    """As where all of a prompt but its last token is known."""
+    twins, logits = resident_twins(tmp_path), []
+    for twin in twins:
+        cache, ids = cache_in(twin.model(torch.arange(3, 19)[None], use_cache=True)), torch.tensor([[19]])
+        before = [layer.keys.clone() for layer in cache.layers]
+        other = copy.copy(cache)
+        other.layers = [copy.copy(layer) for layer in cache.layers]
+        given = {"position_ids": torch.tensor([[16]]), "use_cache": True, CACHE: other}
+        with twin.context.reading_prompt():
+            logits.append(twin.model(ids, **given).logits)
+        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before))
+        assert {layer.get_seq_length() for layer in other.layers} == {17}
+    assert torch.equal(*logits)
+    assert_same(twins[0].state(), twins[1].state())
 
 
 # ------------------------------------------------------------------ several layers in one call
@@ -477,10 +534,11 @@ def test_threads_with_sequences_of_their_own_do_not_meet(plain):
 
 @torch.inference_mode()
 def test_rows_with_one_position_for_all_go_to_the_modules(plain, ran):
-    caches = [cache_in(plain(torch.arange(3, 11)[None], use_cache=True)) for _ in range(2)]
+    caches = [cache_in(plain(torch.arange(3, 11)[None], use_cache=True)) for _ in range(3)]
     for cache in caches:
         grow_in_place(cache, 64)  # the pass makes room
-    said = []
+    alone, said = caches.pop(), []
+    of_one = plain(torch.tensor([[5]]), use_cache=True, **{CACHE: alone}).logits
     for positions, computed in (([[8], [8]], True), ([[9]], False)):
         rows = RowsCache(caches)
         ran.clear()
@@ -488,6 +546,28 @@ def test_rows_with_one_position_for_all_go_to_the_modules(plain, ran):
             given = {"position_ids": torch.tensor(positions), "use_cache": True, CACHE: rows}
             said.append(plain(torch.tensor([[5], [5]]), **given).logits)
         assert any(ran) == computed and torch.equal(said[-1][0], said[-1][1])
+    assert torch.equal(said[0][:1], of_one)
+
+
+@torch.inference_mode()
+def test_tokens_of_one_sequence_get_room_together(plain, ran):
+    """A draft right behind a prompt, of which the first token is kept."""
+    caches = [cache_in(plain(torch.arange(3, 11)[None], use_cache=True)) for _ in range(2)]
+    for cache in caches:
+        grow_in_place(cache, 64)
+    ran.clear()
+    rows = RowsCache(caches[:1] * 3)
+    with shared_pass(plain, rows):
+        given = {"position_ids": torch.tensor([[8], [9], [10]]), "use_cache": True, CACHE: rows}
+        together = plain(torch.tensor([[5], [6], [7]]), **given).logits
+    assert ran.count(True) == 3
+    alone = [plain(torch.tensor([[token]]), use_cache=True, **{CACHE: caches[1]}).logits for token in (5, 6, 7)]
+    assert all(torch.equal(together[row : row + 1], one) for row, one in enumerate(alone))
+    rows.back_to(0)
+    following = [plain(torch.tensor([[9]]), use_cache=True, **{CACHE: caches[0]}).logits]
+    caches[1].crop(-2)
+    following.append(plain(torch.tensor([[9]]), use_cache=True, **{CACHE: caches[1]}).logits)
+    assert torch.equal(*following)
 
 
 # ------------------------------------------------------------------ the cache

@@ -238,6 +238,16 @@ class DecoderLayer:
         few = self.router is None or shape[0] * self.router.chosen <= MOST_PAIRS
         return fits and few and hidden.is_contiguous() and hidden.is_cpu
 
+    def takes_cached(self, keys: Tensor, values: Tensor) -> bool:
+        """The same of what a sequence has cached, keys `[1, groups, S, D]` and values `[1, groups, S, E]`."""
+        shape = self.shape
+        fits = (
+            keys.ndim == values.ndim == 4
+            and keys.shape[:2] == values.shape[:2] == (1, shape.groups)
+            and (keys.shape[3], values.shape[3]) == (shape.columns, shape.value_columns)
+        )
+        return fits and all(part.dtype is self.dtype and part.is_cpu for part in (keys, values))
+
     def takes_angles(self, cos: Tensor, sin: Tensor) -> bool:
         """The same of angles `[n, 1, R]`, R even; n must be that of the hidden states."""
         shape = cos.shape

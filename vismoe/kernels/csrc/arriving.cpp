@@ -69,7 +69,7 @@ VISMOE_API std::int32_t vismoe_experts_arriving(const Expert* experts, std::size
       comes[at] = 0;
       if (arrivals[a]->ended == kReadDone) now.push_back(at);
     }
-    std::sort(now.begin(), now.end());  // `out` is written at once where all have come, in the order of this call
+    std::sort(now.begin(), now.end());  // a call for all records writes `out` itself, in the order of `now`
   }
 } catch (const std::exception&) {
   return 1;

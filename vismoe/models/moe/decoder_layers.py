@@ -394,22 +394,30 @@ class ServedLayer:
             assert isinstance(hook, Capture)  # `LayerWatch` has looked
             hook.look(residual)
 
+    def has_room(self, kept: Any, tokens: int = 1) -> bool:
+        """Whether the call reads a sequence's keys and values of this layer, and may add so many tokens; makes room for them."""
+        if not isinstance(kept, GrowingLayer):
+            return False
+        there = kept.has_room(tokens)
+        keys, values = kept.place()[:2] if there else (kept.keys, kept.values)
+        return keys is not None and self.native.takes_cached(keys, values) and (there or kept.make_room(tokens))
+
     def new_tokens(self, hidden: torch.Tensor, given: Mapping[str, Any]) -> NewTokens | None:
-        """Where the new keys and values of each sequence go; None: hidden states or a cache that are the modules' business."""
+        """Where the new keys and values of each sequence go, for which room is made; None: hidden states or a cache that are the
+        modules' business."""
         cache: Any = given.get(CACHE)
         count, running, index = hidden.shape[0], running_rows(), self.index
         if not self.native.takes(hidden) or given[ANGLES][0].shape[0] != count:
             return None
         if running is None and type(cache) is DynamicCache and count == 1 and index < len(cache.layers):
             only = cache.layers[index]
-            fits = isinstance(only, GrowingLayer) and only.make_room(1)
-            return NewTokens((Cached(*only.place()),), only.one_more, (only.next_at(),)) if fits else None
+            return NewTokens((Cached(*only.place()),), only.one_more, (only.next_at(),)) if self.has_room(only) else None
         if running is not cache or type(cache) is not RowsCache:
             return None
         layer = cache.layers[index]
         if type(layer) is not RowsLayer or len(layer.rows) != count or not layer.kept:
             return None
-        if not all(isinstance(row, GrowingLayer) and row.make_room(count) for row in layer.rows):
+        if not all(self.has_room(row, count) for row in layer.rows):
             return None
         before: Counter[int] = Counter()  # rows of the same sequence so far
         places, at = [], []

@@ -44,7 +44,10 @@ class StraightLayers:
         short = self._paged[0].context.step.short if self._paged else None
         chain, tokens = None if short is None else short.chains.get(cache), cache.layers[0].tokens
         mark = chain.mark if chain is not None and tokens < chain.calls.room else None
-        return all((mark is not None and layer.noted is mark) or layer.make_room(1) for layer in cache.layers)
+        kept = [cache.layers[layer.index] for layer in self.layers if layer.index < len(cache.layers)]
+        return len(kept) == len(self.layers) and all(
+            (mark is not None and one.noted is mark) or layer.has_room(one) for layer, one in zip(self.layers, kept)
+        )
 
     def through(
         self, hidden: torch.Tensor, given: Mapping[str, Any], ending: Ending | None

@@ -77,9 +77,11 @@ class GrowingLayer(DynamicLayer):
         return fits and self._keys.data_ptr() == keys.data_ptr() and self._values.data_ptr() == values.data_ptr()
 
     def make_room(self, tokens: int) -> bool:
-        """The same, with more memory if it may have more."""
+        """The same, with more memory if it may have more; for at most GROWTH_TOKENS."""
         if self.has_room(tokens):
             return True
+        if tokens > GROWTH_TOKENS:
+            return False
         keys, values = self.keys, self.values
         if keys is None or not keys.numel() or len(keys) != 1 or self.room is None or self.room < keys.shape[2] + tokens:
             return False

@@ -16,8 +16,9 @@ from test_resident import FAMILY, Twin, assert_same
 from torch import nn
 
 from vismoe.kernels import cpu, decoder_layer
-from vismoe.kernels.decoder_layer import PARTS, Cached
+from vismoe.kernels.decoder_layer import MOST_TOKENS, PARTS, Cached
 from vismoe.models.family.caches import CACHE, cache_in
+from vismoe.models.moe import linears
 from vismoe.models.moe.attention import group_queries
 from vismoe.models.moe.decoder_layers import ServedLayer, serve_decoder_layers, served_layers
 from vismoe.models.moe.experts import PagedLayer
@@ -58,11 +59,17 @@ def twins(request, tmp_path_factory) -> tuple[Twin, Twin]:
 
 
 @settings(max_examples=examples(6), deadline=None)
-@given(st.integers(1, 2), st.integers(1, 12), st.lists(st.sampled_from([1, 1, 1, 1, 4]), max_size=12), st.integers(0, 2**31))
-def test_everything_comes_out_as_by_the_modules(twins, batch, tokens, steps, seed):
+@given(
+    st.integers(1, 2),
+    st.integers(1, 12) | st.integers(120, 140),
+    st.lists(st.sampled_from([1, 1, 1, 1, 4, 11]), max_size=12),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_everything_comes_out_as_by_the_modules(twins, batch, tokens, steps, begun, seed):
     prompts = torch.randint(3, 500, (batch, tokens), generator=torch.Generator().manual_seed(seed))
     whole, apart = twins
-    for ours, theirs in zip(whole.passes(prompts, steps), apart.passes(prompts, steps), strict=True):
+    for ours, theirs in zip(whole.passes(prompts, steps, begun), apart.passes(prompts, steps, begun), strict=True):
         assert torch.equal(ours, theirs)
     if whole.context.lookahead_inputs.lookahead is None:  # guesses are made as long as they win time, which differs
         assert_same(whole.state(), apart.state())
@@ -76,7 +83,7 @@ def test_one_call_computes_the_layers_of_a_token_from_the_first_one_on(twins, ra
     whole.passes(torch.arange(3, 60)[None], [1])
     ran.clear()
     whole.passes(torch.arange(3, 60)[None], [1] * 5)
-    assert ran.count(True) == 5 * len(layers) and ran.count(False) == 0  # prompts are not asked about
+    assert ran == [False] * len(layers) + [True] * 5 * len(layers)  # the prompt has no cache to begin with
     spent = layers[0].native.spent()
     assert spent.keys() == set(PARTS) and spent["norms"][1] == 4 * spent["attention"][1] > 0
     assert all(seconds > 0 for part, (seconds, _, _) in spent.items() if part != "experts")
@@ -86,11 +93,36 @@ def test_one_call_computes_the_layers_of_a_token_from_the_first_one_on(twins, ra
 @torch.inference_mode()
 @pytest.mark.parametrize("steps", [[1] * 40, [1, 2] * 20])
 def test_a_cache_whose_memory_is_full_gets_more(twins, steps, ran, monkeypatch):
-    """By the call, or by the modules, which compute two tokens."""
     monkeypatch.setattr(growing_cache, "GROWTH_TOKENS", 7)  # room is made for so many at a time
     logits = [twin.passes(torch.arange(3, 9)[None], steps) for twin in twins]
     assert all(map(torch.equal, *logits))
-    assert ran.count(True) == steps.count(1) * len(twins[0].pager.inventory.layers) and ran.count(False) == 0
+    layers = len(twins[0].pager.inventory.layers)
+    assert ran == [False] * layers + [True] * len(steps) * layers
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("tokens", "following"), [(2, 3), (57, 16), (MOST_TOKENS, 1), (MOST_TOKENS + 1, 1)])
+def test_one_call_computes_a_layer_of_a_short_prompt(twins, tokens, following, ran):
+    """From its first token on, and behind others, where a mask says that each token sees all before it."""
+    served = linears.served(tokens) and tokens <= MOST_TOKENS
+    prompt, layers = torch.arange(3, 3 + tokens)[None], len(twins[0].pager.inventory.layers)
+    for _ in range(2):  # with all experts in memory, the second one demands none
+        ran.clear()
+        logits = [twin.passes(prompt, [following, 1, 1], begun=True) for twin in twins]
+        assert all(map(torch.equal, *logits))
+        of_prompt = [served] * layers if tokens <= MOST_TOKENS else []
+        assert ran == of_prompt + [True] * 3 * layers
+    assert {layer.native._rooms.room.tokens for layer in served_layers(twins[0].model)} == {(1, 1)}  # a prompt's was given up
+
+
+@pytest.mark.parametrize("of_prompts", [True, False])
+@torch.inference_mode()
+def test_prompts_of_modules_that_do_not_attend_as_the_call_are_theirs(plain, of_prompts, monkeypatch):
+    """Single tokens would not show it."""
+    layer = plain.model.layers[1]
+    monkeypatch.setattr(layer.self_attn, "is_causal", of_prompts)
+    found = ServedLayer.of(layer)
+    assert found is not None and found.of_prompts == of_prompts
 
 
 def with_others_in_float32(cache) -> None:
@@ -463,16 +495,16 @@ def plain() -> nn.Module:
     return model
 
 
-def masked(cache) -> dict:
-    mask = torch.ones(1, int(cache.get_seq_length()) + 1, dtype=torch.long)
+def masked(cache, tokens: int = 1) -> dict:
+    mask = torch.ones(1, int(cache.get_seq_length()) + tokens, dtype=torch.long)
     mask[:, 0] = 0
     return {"attention_mask": mask}
 
 
 KINDS = {
     "router logits": lambda cache: {"output_router_logits": True},
-    "two tokens": lambda cache: {"input_ids": torch.arange(3, 5)[None]},
     "a mask": masked,
+    "two tokens and a mask": lambda cache: {"input_ids": torch.arange(3, 5)[None]} | masked(cache, 2),
     "no cache": lambda cache: {CACHE: None, "use_cache": False},
 }
 
@@ -571,7 +603,7 @@ def test_tokens_of_one_sequence_get_room_together(plain, ran):
 
 
 # ------------------------------------------------------------------ the cache
-ACTIONS = ["one", "two", "make room", "update", "crop", "copy", "look", "back", "reset"]
+ACTIONS = ["one", "two", "make room", "begin", "update", "crop", "copy", "look", "back", "reset"]
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -599,6 +631,8 @@ def test_a_cache_that_grows_by_one_more_holds_what_was_written(actions, pruned):
             expected = tuple(torch.cat(both, dim=2) for both in zip(expected, new))
         elif action == "make room":
             assert layer.make_room(2) == layer.has_room(2) == (0 < expected[0].shape[2] <= 38)
+        elif action == "begin":
+            assert not layer.begin(*numbers(0), 2)  # it has been begun with
         elif action == "reset":
             layer.reset()
             assert not layer.has_room(1)
@@ -662,15 +696,15 @@ def test_no_cache_outlives_its_request():
     model.model.layers[0].register_forward_pre_hook(
         lambda module, args, given: angles.extend(map(weakref.ref, given["position_embeddings"])), with_kwargs=True
     )
-    model(torch.arange(3, 50)[None], use_cache=True)
+    model(torch.arange(3, 4 + MOST_TOKENS)[None], use_cache=True)
     del out, cache
     gc.collect()
-    assert [found() for found in (*held, *angles)] == [None] * 4  # nor do the angles of a prompt
+    assert [found() for found in (*held, *angles)] == [None] * 4  # nor do the angles of a long prompt
 
 
 def test_a_call_is_told_where_keys_and_values_lie_whenever_they_move():
     """Memory is known by its tensors, weakly: it ends with a request, and another one's may have its place."""
-    room = decoder_layer._Room(0, 2, 8, None, torch.float32)
+    room = decoder_layer._Room(0, (2, 1), 8, None, torch.float32)
     memory = [(torch.zeros(1, 2, tokens, 4), torch.zeros(1, 2, tokens, 3)) for tokens in (5, 6, 7)]
     for tokens, (one, other) in enumerate([(0, 1), (0, 1), (1, 0), (1, 2), (1, 1), (0, 1)], 1):
         places = [Cached(*memory[each], tokens + each) for each in (one, other)]

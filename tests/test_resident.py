@@ -10,13 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import examples
+from transformers import DynamicCache
 
 import vismoe
 from vismoe import VisMoEConfig
 from vismoe.metrics import COUNTERS
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.load import runtime
+from vismoe.models.moe.compute import LONG_PROMPT
 from vismoe.models.moe.resident import ResidentLayers
+from vismoe.models.moe.step_context import Interrupted
 from vismoe.paging.pager import Pager
 from vismoe.timeline import Timeline
 
@@ -98,9 +101,11 @@ class Twin:
             self.context._short = None
 
     @torch.inference_mode()
-    def passes(self, prompts: torch.Tensor, steps: list[int]) -> list[torch.Tensor]:
-        """Logits of a prompt `[B, S]` and of steps of so many tokens each, with their positions."""
-        out = self.model(prompts, use_cache=True)
+    def passes(self, prompts: torch.Tensor, steps: list[int], begun: bool = False) -> list[torch.Tensor]:
+        """Logits of a prompt `[B, S]` and of steps of so many tokens each, with their positions. begun: with a cache from the
+        start, as generate() gives it."""
+        begins = {CACHE: DynamicCache(config=self.model.config.get_text_config())} if begun else {}
+        out = self.model(prompts, use_cache=True, **begins)
         logits, cache = [out.logits], cache_in(out)
         for tokens in steps:
             following = logits[-1][:, -1].argmax(-1, keepdim=True).expand(-1, tokens).contiguous()
@@ -136,7 +141,7 @@ def twins(checkpoint, request) -> tuple[Twin, Twin]:
 
 
 @settings(max_examples=examples(6), deadline=None)
-@given(st.integers(1, 3), st.integers(1, 12), st.lists(st.sampled_from([1, 1, 1, 4]), max_size=9), st.integers(0, 2**31))
+@given(st.integers(1, 3), st.integers(1, 12), st.lists(st.sampled_from([1, 1, 1, 4, 11]), max_size=9), st.integers(0, 2**31))
 def test_everything_comes_out_as_by_demands(twins, batch, tokens, steps, seed):
     prompts = torch.randint(3, 500, (batch, tokens), generator=torch.Generator().manual_seed(seed))
     short, long = twins
@@ -162,6 +167,39 @@ def test_a_resident_layer_makes_no_demand_and_one_with_a_miss_does(checkpoint, m
     demands.clear()
     twin.passes(prompts[:, :2], [1])
     assert len(demands) > layers and twin.pager.metrics.snapshot().total("misses") > 0
+
+
+def with_all_experts(twin: Twin) -> Twin:
+    for seed in range(20):
+        twin.passes(torch.randint(3, 500, (1, 100), generator=torch.Generator().manual_seed(seed)), [])
+    assert twin.pager.addresses() is not None
+    return twin
+
+
+def test_short_prompts_demand_nothing_where_all_experts_stay(checkpoint, monkeypatch):
+    twins, demands = [with_all_experts(Twin(checkpoint, short)) for short in (True, False)], []
+    layers, most = len(twins[0].pager.inventory.layers), LONG_PROMPT * 12 // 2  # tokens: of 12 experts each chooses 2
+    demand = twins[0].pager.demand
+    monkeypatch.setattr(twins[0].pager, "demand", lambda layer, *args: demands.append(layer) or demand(layer, *args))
+    for sequences, tokens, demanded in ((1, 57, []), (3, 40, []), (1, most - 1, []), (1, most, list(range(layers)))):
+        demands.clear()
+        prompts = torch.randint(3, 500, (sequences, tokens), generator=torch.Generator().manual_seed(tokens))
+        assert all(map(torch.equal, *(twin.passes(prompts, [1, 11]) for twin in twins)))
+        assert demands == demanded
+    assert_same(*(twin.state() for twin in twins))
+
+
+def test_a_short_prompt_can_be_cancelled_between_its_layers(checkpoint, monkeypatch):
+    twin, prompts = with_all_experts(Twin(checkpoint, True)), torch.arange(3, 60)[None]
+    before = twin.passes(prompts, [1])
+    twin.shortly.clear()
+    monkeypatch.setattr(twin.context, "cancelled", lambda: len(twin.shortly) == 2)
+    with pytest.raises(Interrupted):
+        twin.passes(prompts, [1])
+    assert twin.shortly == [True] * 2
+    twin.shortly.clear()
+    monkeypatch.undo()
+    assert all(map(torch.equal, twin.passes(prompts, [1]), before))
 
 
 def test_a_guess_that_is_used_is_demanded(checkpoint):

@@ -131,8 +131,9 @@ class TokenLoop:
                 self._prepared.kwargs[name] = self._prepared.kwargs[name][..., past:]
 
     def reserve(self, tokens: int) -> None:
-        """The sequence may have so many tokens; its cache grows in place up to there. After the first pass."""
-        if tokens != self._reserved:
+        """The sequence may have so many tokens; its cache grows in place up to there. Passes of a prompt may add or replace parts
+        of the cache: after them it is to be said again."""
+        if tokens != self._reserved or not self._prefilled:
             self._reserved = tokens
             grow_in_place(self.cache, tokens)
 
@@ -149,7 +150,7 @@ class TokenLoop:
         outputs = model._prefill(at.ids, at.generation_config, at.kwargs, is_first_iteration=True)
         # as large as the prompt's images, and not used again
         at.kwargs = {name: value for name, value in at.kwargs.items() if name != ENCODED and not is_pixels(name)}
-        self._prefilled = True
+        self._prefilled, self._reserved = True, 0
         return self.take(outputs, said)
 
     def take_logits(self, logits: torch.Tensor) -> tuple[int, bool]:

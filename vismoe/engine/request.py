@@ -451,10 +451,12 @@ class Request:
                 if loop is None:
                     with self._images_prepared(list(range(self.prompt.images))):
                         self._loop = self._new_loop(self.prompt.whole())
+                        self._loop.reserve(self.tokens)
                         first = self._loop.step(self._repeated)
                     self.prompt = self.prompt.light()
                     return self._answer(*first)
                 self._loop, self._cuts, self.prompt = loop, cuts, self.prompt.light()
+                loop.reserve(self.tokens)
             read = self._read_piece()
         except Interrupted:
             self._loop, self._cuts = None, []  # some layers have keys and values of this piece, and others do not

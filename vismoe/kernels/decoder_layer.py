@@ -1,4 +1,5 @@
-"""What the latest token of each sequence passes through in decoder layers, one or several in one call.
+"""What the latest token of each sequence, or several consecutive tokens of one, pass through in decoder layers, one or several in
+one call.
 
 Norm, projections of queries, keys and values, their norms, rotary embedding, attention over keys and values where they lie, the
 output's projection, residual, norm, the choice of experts, and if they are resident the experts and their residual: each as the
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from vismoe.kernels import cpu
 from vismoe.kernels.library import function
-from vismoe.kernels.resident import MOST_PAIRS, ResidentLayer
+from vismoe.kernels.resident import MOST_PAIRS, Outcome, ResidentLayer
 from vismoe.kernels.rows import NUMBER_OF
 
 _SIZE, _PLACE, _NUMBER, _FLOAT, _DOUBLE = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32, ctypes.c_float, ctypes.c_double
@@ -31,6 +32,7 @@ _layer_chain = function(
     [_PLACE, _SIZE, *[_PLACE] * 3, _SIZE, ctypes.c_int64, *[_PLACE] * 2, _DOUBLE, *[_PLACE] * 3, _NUMBER],
     _SIZE,
 )
+MOST_TOKENS = 128  # of one sequence in a call, which bounds what it holds between its products
 PARTS = ("norms", "linears", "rotations", "cache", "attention", "routers", "experts")  # in the order of csrc/decoder_layer.cpp
 
 
@@ -62,7 +64,7 @@ class Router(NamedTuple):
 
 class Cached(NamedTuple):
     """Memory of one sequence's keys `[1, groups, room, D]` and values `[1, groups, room, E]`, contiguous, of which the first
-    `tokens` are in use once the new one is there."""
+    `tokens` are in use once its new ones are there."""
 
     keys: Tensor
     values: Tensor
@@ -70,15 +72,16 @@ class Cached(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The experts of the layer, each use of which counts `weight` at `tick` (resident.py)."""
+    """The experts of the layer, each use of which counts `weight` at `tick`, and how they are added up (resident.py)."""
 
     layer: ResidentLayer
     weight: float
     tick: int
+    outcome: Outcome = Outcome.APART
 
 
 class CalledLayer(NamedTuple):
-    """A layer of a call, where the keys and values of each sequence's new token go, and its experts, if these are asked for."""
+    """A layer of a call, where the keys and values of each sequence's new tokens go, and its experts, if these are asked for."""
 
     layer: "DecoderLayer"
     places: Sequence[Cached]
@@ -86,7 +89,8 @@ class CalledLayer(NamedTuple):
 
 
 class FirstHalf(NamedTuple):
-    """`residual` `[n, 1, H]`: hidden states and attention; `normed`: its norm. Weights and ids `[n, K]`: what a router chose."""
+    """`residual`, shaped as the hidden states: these and attention; `normed`: its norm. Weights and ids `[n, K]`: what a router
+    chose."""
 
     residual: Tensor
     normed: Tensor
@@ -146,7 +150,7 @@ class _Call(ctypes.Structure):
         ("tick", _DOUBLE),
         ("demanded", _PLACE),
         ("out", _PLACE),
-        ("found", _NUMBER),
+        *((name, _NUMBER) for name in ("found", "together", "outcome")),
     ]
 
 
@@ -155,26 +159,27 @@ _UNKNOWN: WeakPair = (lambda: None, lambda: None)
 
 
 class _Room:
-    """What a call for n tokens says and writes of a layer."""
+    """What a call for tokens `[n, 1]` of n sequences, or `[1, n]` of one, says and writes of a layer."""
 
     @torch.inference_mode(False)  # whose tensors nothing may write into outside of it
-    def __init__(self, layer: int, n: int, inputs: int, router: Router | None, dtype: torch.dtype):
-        self.n, self.rows = n, (_CachedRow * n)()
-        self._known = [_UNKNOWN] * n
-        self.given = torch.empty(n, 1, inputs, dtype=dtype)  # to the layer
+    def __init__(self, layer: int, tokens: tuple[int, int], inputs: int, router: Router | None, dtype: torch.dtype):
+        (sequences, each), n = tokens, tokens[0] * tokens[1]
+        self.tokens, self.rows = tokens, (_CachedRow * sequences)()
+        self._known = [_UNKNOWN] * sequences
+        self.given = torch.empty(n, 1, inputs, dtype=dtype) if each == 1 else None  # to the layer
         self.first_half = FirstHalf(
-            torch.empty(n, 1, inputs, dtype=dtype),
-            torch.empty(n, 1, inputs, dtype=dtype),
+            torch.empty(*tokens, inputs, dtype=dtype),
+            torch.empty(*tokens, inputs, dtype=dtype),
             None if router is None else torch.empty(n, router.chosen, dtype=router.dtype),
             None if router is None else torch.empty(n, router.chosen, dtype=torch.int64),
         )
-        places = [None if part is None else part.data_ptr() for part in self.first_half]
-        self.call = _Call(layer, ctypes.addressof(self.rows), self.given.data_ptr(), *places)
+        places = [None if part is None else part.data_ptr() for part in (self.given, *self.first_half)]
+        self.call = _Call(layer, ctypes.addressof(self.rows), *places, together=each > 1)
         self.at = ctypes.addressof(self.call)
         self.ids = None if self.first_half.ids is None else self.first_half.ids.numpy()
 
     def say(self, places: Sequence[Cached], asked: Asked | None) -> None:
-        assert len(places) == self.n, (len(places), self.n)
+        assert len(places) == len(self.rows), (len(places), self.tokens)
         for place, (keys, values, tokens) in enumerate(places):
             row, (known_keys, known_values) = self.rows[place], self._known[place]
             if known_keys() is not keys or known_values() is not values:  # mostly they stay from token to token
@@ -186,7 +191,7 @@ class _Room:
         call = self.call
         call.experts = None
         if asked is not None:
-            layer, call.weight, call.tick = asked
+            layer, call.weight, call.tick, call.outcome = asked
             call.experts, call.demanded = layer.at, layer.experts_at
 
 
@@ -224,19 +229,25 @@ class DecoderLayer:
         self._at = ctypes.addressof(self._layer)
         self._rooms = threading.local()
 
-    def _room(self, n: int) -> "_Room":
-        """This thread's memory for n tokens, which every call writes anew: allocating it would take as long as a norm."""
+    def _room(self, tokens: tuple[int, int]) -> "_Room":
+        """This thread's memory for such tokens, which every call writes anew: allocating it would take as long as a norm."""
         room: _Room | None = getattr(self._rooms, "room", None)
-        if room is None or room.n != n:
-            room = self._rooms.room = _Room(self._at, n, self.shape.inputs, self.router, self.dtype)
+        if room is None or room.tokens != tokens:
+            room = self._rooms.room = _Room(self._at, tokens, self.shape.inputs, self.router, self.dtype)
         return room
 
+    def release(self) -> None:
+        """Give up this thread's memory, as after a call of many tokens."""
+        self._rooms.room = None
+
     def takes(self, hidden: Tensor) -> bool:
-        """Whether `run_layers` computes hidden `[n, 1, H]`: contiguous, in the layer's type, on the CPU."""
+        """Whether `run_layers` computes hidden `[n, 1, H]` or `[1, n, H]`: contiguous, in the layer's type, on the CPU."""
         shape = hidden.shape
-        fits = len(shape) == 3 and shape[1] == 1 and shape[2] == self.shape.inputs and hidden.dtype is self.dtype
-        few = self.router is None or shape[0] * self.router.chosen <= MOST_PAIRS
-        return fits and few and hidden.is_contiguous() and hidden.is_cpu
+        fits = len(shape) == 3 and shape[2] == self.shape.inputs and hidden.dtype is self.dtype
+        if not fits or (shape[1] != 1 and not (shape[0] == 1 < shape[1] <= MOST_TOKENS)):
+            return False
+        few = self.router is None or shape[0] * shape[1] * self.router.chosen <= MOST_PAIRS
+        return few and hidden.is_contiguous() and hidden.is_cpu
 
     def takes_cached(self, keys: Tensor, values: Tensor) -> bool:
         """The same of what a sequence has cached, keys `[1, groups, S, D]` and values `[1, groups, S, E]`."""
@@ -249,20 +260,27 @@ class DecoderLayer:
         return fits and all(part.dtype is self.dtype and part.is_cpu for part in (keys, values))
 
     def takes_angles(self, cos: Tensor, sin: Tensor) -> bool:
-        """The same of angles `[n, 1, R]`, R even; n must be that of the hidden states."""
+        """The same of angles `[n, 1, R]` or `[1, n, R]`, R even; n must be that of the hidden states."""
         shape = cos.shape
-        fits = len(shape) == 3 and shape[1] == 1 and shape[2] <= self.shape.columns and not shape[2] % 2 and shape == sin.shape
-        return fits and all(part.dtype is self.dtype and part.is_contiguous() and part.is_cpu for part in (cos, sin))
+        fits = len(shape) == 3 and shape[2] <= self.shape.columns and not shape[2] % 2 and shape == sin.shape
+        if not fits or (shape[1] != 1 and not (shape[0] == 1 < shape[1] <= MOST_TOKENS)):
+            return False
+        return all(part.dtype is self.dtype and part.is_contiguous() and part.is_cpu for part in (cos, sin))
 
     def was_given(self, hidden: Tensor) -> bool:
-        """Whether these, which it `takes`, are the bits that this thread's latest `run_layers` has computed its output of."""
-        given: Tensor = self._rooms.room.given
+        """Whether these, which it `takes`, are the bits that this thread's latest `run_layers` has computed its output of. It has
+        not noted those of several tokens of a sequence."""
+        room: _Room | None = self._rooms.room
+        given = None if room is None else room.given
+        if given is None:
+            return False
         nbytes = given.nbytes
         return hidden.nbytes == nbytes and not _memcmp(hidden.data_ptr(), given.data_ptr(), nbytes)
 
     def take_over(self, room: "_Room") -> None:
         """Copy what a call for one token wrote there to where `first_half` and `was_given` of this thread look."""
-        own = self._room(1)
+        own = self._room((1, 1))
+        assert own.given is not None and room.given is not None
         own.given.copy_(room.given)
         for ours, theirs in zip(own.first_half, room.first_half):
             if ours is not None and theirs is not None:
@@ -287,16 +305,18 @@ class DecoderLayer:
 
 
 def run_layers(calls: Sequence[CalledLayer], hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[list[tuple[Tensor, int]], bool]:
-    """([(the output `[n, 1, H]` of a layer, how many experts were demanded)] of the first layers, up to one whose experts are not
-    asked for, or not all resident; whether that one's `first_half` was computed).
+    """([(the output of a layer, how many experts were demanded)] of the first layers, up to one whose experts are not asked for,
+    or not all resident; whether that one's `first_half` was computed).
 
-    hidden `[n, 1, H]`: of the first layer, of the latest tokens of n sequences, whose new keys and values are written into their
-    memory. cos, sin: `[n, 1, R]`. Raises BudgetError, CheckpointError for the first layer; a later one that fails is left out.
+    hidden: of the first layer, `[n, 1, H]` of the latest tokens of n sequences, or `[1, n, H]` of those of one, which attend as a
+    prompt's do; outputs are shaped alike. New keys and values are written into the sequences' memory. cos, sin: `[n, 1, R]` or
+    `[1, n, R]`. Raises BudgetError, CheckpointError for the first layer; a later one that fails is left out.
     """
     cpu.setup()
-    n, rooms, outs = hidden.shape[0], [], []
+    (sequences, each, _), rooms, outs = hidden.shape, [], []
+    n = sequences * each
     for layer, places, asked in calls:
-        room = layer._room(n)
+        room = layer._room((sequences, each))
         room.say(places, asked)
         rooms.append(room)
         if asked is not None:
@@ -373,7 +393,7 @@ class LayerChain:
         with torch.inference_mode(False):
             self._outs = torch.empty(len(layers), 1, 1, layers[0][0].shape.inputs, dtype=layers[0][0].dtype)
         for (native, experts), place, out in zip(layers, places, self._outs, strict=True):
-            room = _Room(native._at, 1, native.shape.inputs, native.router, native.dtype)
+            room = _Room(native._at, (1, 1), native.shape.inputs, native.router, native.dtype)
             room.say([place], Asked(experts, 0.0, 0))
             room.call.out = out.data_ptr()
             self._rooms.append(room)

@@ -5,6 +5,7 @@ counts what the table and the metrics count. Where anything is missing it change
 """
 
 import ctypes
+import enum
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +19,17 @@ from vismoe.kernels.rows import NUMBER_OF
 _SIZE, _PLACE, _NUMBER, _DOUBLE = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32, ctypes.c_double
 _resident = function(
     "vismoe_resident",
-    [_PLACE, _PLACE, _SIZE, _SIZE, _PLACE, _NUMBER, _PLACE, _NUMBER, _PLACE, _PLACE, _DOUBLE, _DOUBLE, _PLACE],
+    [_PLACE, _PLACE, _SIZE, _SIZE, _PLACE, _NUMBER, _PLACE, _NUMBER, _NUMBER, _PLACE, _PLACE, _DOUBLE, _DOUBLE, _PLACE],
     _NUMBER,
 )
 MOST_PAIRS = 1024  # of a token and one of its experts, in one call
+
+
+class Outcome(enum.IntEnum):
+    """How the experts of a token are added up, as in csrc/kernels.h: from a row of each, or as those of prompts."""
+
+    APART = 0
+    ADDED = 1
 
 
 @dataclass(frozen=True)
@@ -83,12 +91,15 @@ class ResidentLayer:
             and factors.is_contiguous()
         )
 
-    def run(self, hidden: Tensor, index: Tensor, factors: Tensor, weight: float, tick: int) -> tuple[Tensor, int] | None:
+    def run(
+        self, hidden: Tensor, index: Tensor, factors: Tensor, weight: float, tick: int, outcome: Outcome = Outcome.APART
+    ) -> tuple[Tensor, int] | None:
         """(the layer's output `[T, H]`, how many experts were demanded), with these counted as demanded and as used, `weight` for
         each use; None where one is not resident, or none was chosen: then nothing has changed. Raises BudgetError."""
         cpu.setup()
         tokens, choices = index.shape
-        parts, out = torch.empty(tokens * choices, self._kernel.hidden), torch.empty_like(hidden)
+        rows = tokens * choices if outcome is Outcome.APART else tokens
+        parts, out = torch.empty(rows, self._kernel.hidden), torch.empty_like(hidden)
         count = _resident()(
             self.at,
             index.data_ptr(),
@@ -98,6 +109,7 @@ class ResidentLayer:
             NUMBER_OF[factors.dtype],
             hidden.data_ptr(),
             NUMBER_OF[hidden.dtype],
+            outcome,
             parts.data_ptr(),
             out.data_ptr(),
             weight,

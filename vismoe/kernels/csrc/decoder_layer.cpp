@@ -15,8 +15,8 @@ using namespace vismoe;
 struct ResidentLayer;
 VISMOE_API std::int32_t vismoe_resident(const ResidentLayer* layer, const std::int64_t* routing, std::size_t tokens,
                                         std::size_t choices, const void* factors, std::int32_t factors_dtype, const void* hidden,
-                                        std::int32_t dtype, float* parts, void* out, double weight, double tick,
-                                        std::int32_t* experts);
+                                        std::int32_t dtype, std::int32_t outcome, float* parts, void* out, double weight,
+                                        double tick, std::int32_t* experts);
 
 namespace {
 
@@ -61,8 +61,9 @@ struct CachedRow {
 // What a call has for one layer, and leaves of it; n is the call's.
 struct CalledLayer {
   DecoderLayer* layer;
-  CachedRow* cached;               // [n], which take the new keys and values
-  void *given, *residual, *normed;  // [n, inputs]: what the layer was given, that + attention, the norm of that sum
+  CachedRow* cached;               // [n], which take the new keys and values; if `together`, the one that takes all n
+  // [n, inputs]: what the layer was given, if it is to be noted, that + attention, the norm of that sum
+  void *given, *residual, *normed;
   void* weights;                   // [n, chosen], with a router: of the experts that it chooses for `normed`
   std::int64_t* ids;               // [n, chosen]: these
   const ResidentLayer* experts;    // null: none are asked for; the next four are of vismoe_resident
@@ -70,6 +71,8 @@ struct CalledLayer {
   std::int32_t* demanded;
   void* out;           // [n, inputs], the layer's output, if all experts are resident
   std::int32_t found;  // how many experts were demanded, or as vismoe_decoder_layers returns
+  std::int32_t together;  // whether the n are consecutive tokens of one sequence, which attend as those of a prompt
+  std::int32_t outcome;   // of the experts, kApart or kAdded
 };
 
 // What follows the last layer of a chain.
@@ -155,7 +158,7 @@ std::int32_t compute(const CalledLayer& call, const void* hidden, std::size_t n,
   };
   Stopwatch watch(call.layer->spent);
 
-  std::memcpy(call.given, hidden, n * inputs * item);
+  if (call.given != nullptr) std::memcpy(call.given, hidden, n * inputs * item);
   std::int32_t failed = norm(l.before, hidden, at(x_at), n * inputs);
   watch.ended(kNorms, inputs * item);
   const Product projections[] = {{l.matrices[kQueries], l.weights[kQueries], at(queries_at)},
@@ -173,22 +176,34 @@ std::int32_t compute(const CalledLayer& call, const void* hidden, std::size_t n,
   rows.resize(n);
   std::size_t tokens = 0;
   for (std::size_t row = 0; row < n; row++) {
-    const CachedRow& c = call.cached[row];
+    const CachedRow& c = call.cached[call.together ? 0 : row];
+    const std::size_t behind = call.together ? n - row : 1;
     const auto append = [&](void* to, std::int64_t head, std::size_t from_at, std::size_t width) {
       for (std::size_t g = 0; g < groups; g++) {
-        const std::size_t place = g * size(head) + size(c.tokens - 1) * width;
+        const std::size_t place = g * size(head) + (size(c.tokens) - behind) * width;
         std::memcpy(static_cast<std::uint8_t*>(to) + place * item, offset(at(from_at), (row * groups + g) * width), width * item);
       }
     };
     append(c.keys, c.key_head, turned_keys_at, columns);
     append(c.values, c.value_head, values_at, wide);
+    if (call.together) continue;
     rows[row] = {offset(at(turned_queries_at), row * heads * columns), c.keys, c.values, nullptr,
                  static_cast<std::uint8_t*>(at(attended_at)) + row * heads * wide * item, c.tokens, l.columns, c.key_head,
                  l.columns, c.value_head, l.value_columns, 0};
     tokens += size(c.tokens);
   }
   watch.ended(kCached, 0);
-  failed |= vismoe_attend(rows.data(), n, groups, size(l.heads), columns, wide, l.scale, l.dtype, 0);
+  if (call.together) {
+    const CachedRow& c = *call.cached;
+    tokens = size(c.tokens);
+    const PromptAttention prompt{at(turned_queries_at), c.keys, c.values, nullptr, at(attended_at),
+                                 groups, size(l.heads), n, tokens, columns, wide, tokens - n + 1,
+                                 columns, heads * columns, size(c.key_head), columns, size(c.value_head), wide, 0, 0,
+                                 l.scale, static_cast<Dtype>(l.dtype)};
+    failed |= vismoe_attend_prompt(&prompt);
+  } else {
+    failed |= vismoe_attend(rows.data(), n, groups, size(l.heads), columns, wide, l.scale, l.dtype, 0);
+  }
   watch.ended(kAttention, tokens * groups * (columns + wide) * item);
   const Product output{l.matrices[kOutput], l.weights[kOutput], at(x_at)};
   failed |= vismoe_linears(&output, 1, at(attended_at), l.dtype, n);
@@ -207,9 +222,9 @@ std::int32_t compute(const CalledLayer& call, const void* hidden, std::size_t n,
   if (failed) return -2;
   if (call.experts == nullptr) return -1;
   const std::size_t chosen = size(l.chosen);
-  parts.resize(n * chosen * inputs);
+  parts.resize((call.outcome == kApart ? n * chosen : n) * inputs);
   const std::int32_t found = vismoe_resident(call.experts, call.ids, n, chosen, call.weights, l.weights_dtype, call.normed, l.dtype,
-                                             parts.data(), at(x_at), call.weight, call.tick, call.demanded);
+                                             call.outcome, parts.data(), at(x_at), call.weight, call.tick, call.demanded);
   if (found >= 0) add(call.residual, at(x_at), call.out, n * inputs, static_cast<Dtype>(l.dtype));
   watch.ended(kExperts, 0);
   call.layer->experts_s = watch.all() - l.first_half_s;

@@ -304,3 +304,4 @@ VISMOE_API std::int32_t vismoe_choose(const void* logits, std::int32_t dtype, st
 VISMOE_API std::int32_t vismoe_attend(const vismoe::AttentionRow* rows, std::size_t count, std::size_t groups, std::size_t heads,
                                       std::size_t columns, std::size_t value_columns, float scale, std::int32_t dtype,
                                       std::int32_t mask_dtype);
+VISMOE_API std::int32_t vismoe_attend_prompt(const vismoe::PromptAttention* attention);

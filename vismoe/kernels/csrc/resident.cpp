@@ -1,5 +1,6 @@
 // One layer whose experts are all resident: from the router's choices to the output, with what the page table counts.
 
+#include <algorithm>
 #include <exception>
 #include <vector>
 
@@ -24,14 +25,15 @@ struct ResidentLayer {
 };
 
 // out [tokens, hidden] in the type of `hidden` = the sums of the chosen experts' outputs, each times its factor: what
-// vismoe_route, vismoe_experts and vismoe_combine make of them, by way of parts float32 [tokens * choices, hidden]. Writes the
-// experts demanded [tokens * choices], ascending, and counts them as demanded and as used (`weight` each, at `tick`).
+// vismoe_route, vismoe_experts and vismoe_combine make of them, by way of parts float32 [tokens * choices, hidden]; or kAdded, what
+// the first two make, by way of parts [tokens, hidden]. Writes the experts demanded [tokens * choices], ascending, and counts them
+// as demanded and as used (`weight` each, at `tick`).
 // Returns how many these are; -1 where one of them is not resident or there are none: then nothing was changed; -2 where memory
 // or threads could not be had, -3 for a damaged lossless record.
 VISMOE_API std::int32_t vismoe_resident(const ResidentLayer* layer, const std::int64_t* routing, std::size_t tokens,
                                         std::size_t choices, const void* factors, std::int32_t factors_dtype, const void* hidden,
-                                        std::int32_t dtype, float* parts, void* out, double weight, double tick,
-                                        std::int32_t* experts) try {
+                                        std::int32_t dtype, std::int32_t outcome, float* parts, void* out, double weight,
+                                        double tick, std::int32_t* experts) try {
   thread_local std::vector<std::int32_t> starts, owners, places, slabs;
   thread_local std::vector<std::uint64_t> addresses;
   thread_local std::vector<float> ordered;
@@ -52,10 +54,15 @@ VISMOE_API std::int32_t vismoe_resident(const ResidentLayer* layer, const std::i
   for (std::size_t p = 0; p < pairs; p++) {
     ordered[p] = value_at(factors, static_cast<Dtype>(factors_dtype), static_cast<std::size_t>(places[p]));
   }
+  if (outcome != kApart) std::fill_n(parts, tokens * columns, 0.0f);
   const std::int32_t failed = vismoe_experts(layer->expert, 1, n, addresses.data(), nullptr, starts.data(), owners.data(),
-                                             ordered.data(), hidden, dtype, parts, kApart);
+                                             ordered.data(), hidden, dtype, parts, outcome);
   if (failed) return -1 - failed;
-  if (vismoe_combine(parts, owners.data(), pairs, columns, out, dtype, tokens)) return -2;
+  if (outcome != kApart) {
+    write(out, static_cast<Dtype>(dtype), 0, parts, tokens * columns);
+  } else if (vismoe_combine(parts, owners.data(), pairs, columns, out, dtype, tokens)) {
+    return -2;
+  }
   for (std::size_t i = 0; i < n; i++) {
     double& uses = layer->uses[experts[i]];
     uses += weight;

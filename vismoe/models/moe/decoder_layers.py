@@ -1,15 +1,15 @@
-"""Lets one call of the CPU kernels compute what single tokens pass through in decoder layers.
+"""Lets one call of the CPU kernels compute what single tokens, and the tokens of short prompts, pass through in decoder layers.
 
 The call makes the same numbers as the layer's own modules, which the kernels compute by then, bit for bit: they are compared on
-a token of made-up numbers. Where they differ, or a pass is of another kind, or a hook listens to a module in between, the layer
+tokens of made-up numbers. Where they differ, or a pass is of another kind, or a hook listens to a module in between, the layer
 runs its own code. If the feed-forward block is a router that the kernels know and its experts, and these are resident, the call
 computes them, too; otherwise the experts are demanded, or the block's module runs.
 
-With its experts, a layer's call goes on to the layers behind it, as long as all experts are resident and nothing listens between
-the layers: behind 85 MB of weights, which push the interpreter's memory out of the caches, Python takes 0.9 ms between two of
-them. Each of these hands out its output when the decoder calls it, if its input has the bits that the call has computed with, and
-angles and cache are still those; its token counts as cached from then on. Otherwise the layer computes again, which counts its
-experts again, and for the next RETRY_CALLS calls it is not computed ahead.
+For single tokens, a layer's call with its experts goes on to the layers behind it, as long as all experts are resident and
+nothing listens between the layers: behind 85 MB of weights, which push the interpreter's memory out of the caches, Python takes
+0.9 ms between two of them. Each of these hands out its output when the decoder calls it, if its input has the bits that the call
+has computed with, and angles and cache are still those; its token counts as cached from then on. Otherwise the layer computes
+again, which counts its experts again, and for the next RETRY_CALLS calls it is not computed ahead.
 """
 
 import itertools
@@ -37,12 +37,13 @@ from vismoe.models.family.mtp import of_mtp
 from vismoe.models.moe.decoder_parts import DecoderParts
 from vismoe.models.moe.experts import PagedLayer
 from vismoe.models.moe.heavy_hitters import HEARD_BY
+from vismoe.models.moe.linears import served
 from vismoe.models.moe.own_forward import give_forward, was_given
 from vismoe.models.moe.rows import RowsCache, RowsLayer, running_rows, served_by_row
 from vismoe.models.visual.growing_cache import GrowingLayer
 
-ANGLES = "position_embeddings"  # of the rotary embedding
-KNOWN = frozenset({CACHE, "attention_mask", ANGLES, "position_ids", "use_cache"})  # what a layer may be given
+ANGLES, MASK = "position_embeddings", "attention_mask"  # of the rotary embedding; which keys each token sees
+KNOWN = frozenset({CACHE, MASK, ANGLES, "position_ids", "use_cache"})  # what a layer may be given
 EVERYWHERE = (everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks)  # hooks of all modules
 MOST_LAYERS = 64  # of one call, which nothing interrupts
 RETRY_CALLS = 500  # after which a layer is computed ahead again that was so in vain
@@ -111,12 +112,21 @@ class Event(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """Where the keys and values of each sequence's new token go, and what to call when they are there. at: by which these places
+    """Where the keys and values of each sequence's new tokens go, and what to call when they are there. at: by which these places
     are known within a pass, without holding the memory: a request's ends with it."""
 
     places: Sequence[Cached]
     written: Callable[[], None]
     at: tuple[tuple[int, int], ...]
+
+
+class Seen(NamedTuple):
+    """What a pass gives to its layers, and whether all fits. cache, mask: weak."""
+
+    angles: tuple[torch.Tensor, torch.Tensor]
+    cache: Callable[[], Any]
+    mask: Callable[[], torch.Tensor | None]
+    fits: bool
 
 
 class LayerWatch:
@@ -134,24 +144,24 @@ class LayerWatch:
         self._listeners += [layer.behind._forward_hooks for layer in layers]
         places = [place for layer in layers for place in layer.places]
         self._parts = Things([held for held, _ in places], [name for _, name in places])
-        # By the identity of angles: these, their cache (weak), whether all fits.
-        self._seen: dict[int, tuple[Any, Any, bool]] = {}
+        self._seen: dict[int, Seen] = {}  # by the identity of angles
 
     def fit(self, given: Mapping[str, Any]) -> bool:
-        angles, cache = given.get(ANGLES), given.get(CACHE)
-        if cache is None or given.get("attention_mask") is not None or type(angles) is not tuple or len(angles) != 2:
+        angles, cache, mask = given.get(ANGLES), given.get(CACHE), given.get(MASK)
+        if cache is None or type(angles) is not tuple or len(angles) != 2:
             return False
         seen = self._seen.get(id(angles))
         if seen is None:
-            if not all(native.takes_angles(*angles) for native in self._natives):  # of prompts, which are not kept
+            if not all(native.takes_angles(*angles) for native in self._natives):  # of long prompts, which are not kept
                 return False
             if len(self._seen) >= MOST_ANGLES:
                 self._seen.clear()
-            seen = self._seen[id(angles)] = angles, weakref.ref(cache), self._look(given)
-        return seen[2] and cache is seen[1]()
+            of_mask = _NOTHING if mask is None else weakref.ref(mask)
+            seen = self._seen[id(angles)] = Seen(angles, weakref.ref(cache), of_mask, self._look(given))
+        return seen.fits and cache is seen.cache() and mask is seen.mask()
 
     def _look(self, given: Mapping[str, Any]) -> bool:
-        if torch.is_grad_enabled() or cpu.setup().isa == "portable":
+        if torch.is_grad_enabled() or cpu.setup().isa == "portable" or not _sees_all_before(given):
             return False
         return (
             all(name in KNOWN or value is None or value is False for name, value in given.items())
@@ -161,6 +171,21 @@ class LayerWatch:
             and (self._forwards.stay() or all(map(_same_forward, self._forwards.now(), self._forwards.there)))
             and self._parts.stay_in_place()
         )
+
+
+def _NOTHING() -> None:
+    return None
+
+
+def _sees_all_before(given: Mapping[str, Any]) -> bool:
+    """Whether each token sees all before it: there is no mask, or one that says so of several tokens of a sequence."""
+    tokens, mask = given[ANGLES][0].shape[1], given.get(MASK)
+    if mask is None:
+        return True
+    known = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.is_cpu and mask.ndim == 4
+    if not known or tokens == 1 or mask.shape[:3] != (1, 1, tokens) or mask.shape[3] < tokens:
+        return False
+    return torch.equal(mask[0, 0], torch.ones_like(mask[0, 0]).tril(mask.shape[3] - tokens))
 
 
 def listens(hooks: Mapping[Any, Any]) -> bool:
@@ -228,7 +253,9 @@ class LayersAhead:
         self._ahead, calls = {}, self._calls_from(layer, paged, hidden, given, new)
         outs, begun = paged.run_layers([(one.layer, each.native, new.places) for each, one, new in calls], hidden, angles)
         self._calls += 1
-        if len(outs) < len(calls):
+        if hidden.shape[1] > 1:
+            pass  # tokens of a prompt say nothing about decoding
+        elif len(outs) < len(calls):
             self._at_once = max(len(outs), 1)
         else:
             self._at_once = max(self._at_once, min(2 * len(calls), MOST_LAYERS))
@@ -250,7 +277,8 @@ class LayersAhead:
         self, layer: "ServedLayer", paged: PagedLayer, hidden: torch.Tensor, given: Mapping[str, Any], new: "NewTokens"
     ) -> list[tuple["ServedLayer", PagedLayer, "NewTokens"]]:
         calls = [(layer, paged, new)]
-        for later in self._behind[layer][: 0 if self.alone else self._at_once - 1]:
+        alone = self.alone or hidden.shape[1] > 1  # a prompt can be cancelled between its layers
+        for later in self._behind[layer][: 0 if alone else self._at_once - 1]:
             if self._alone_until.get(later, 0) > self._calls or not later.is_unheard or not _nothing_between(calls[-1][0], later):
                 break
             other, tokens = later.paged, later.new_tokens(hidden, given)
@@ -320,6 +348,7 @@ class ServedLayer:
     experts: nn.Module | None  # of a block that is nothing but the router of `native` and these
     silent: tuple[nn.Module, ...]  # modules that do not run
     places: tuple[tuple[Mapping[str, Any], str], ...]  # where modules hold modules and weights, and their names
+    of_prompts: bool  # it also computes several tokens of a sequence
 
     @classmethod
     def of(cls, layer: nn.Module) -> "ServedLayer | None":
@@ -347,21 +376,34 @@ class ServedLayer:
             children = (before, behind, parts.attention, parts.block)
             places += [(layer._modules, name) for name, child in layer.named_children() if child in children]
             index = int(parts.attention.layer_idx)  # type: ignore[arg-type]
-            module = weakref.ref(layer)
-            return cls(module, native, index, parts.attention, behind, parts.block, experts, tuple(silent), tuple(places))
+            module, of_prompts = weakref.ref(layer), parts.agrees_on_prompts(layer, native)
+            held = parts.attention, behind, parts.block, experts
+            return cls(module, native, index, *held, tuple(silent), tuple(places), of_prompts)
         return None
 
     def run(self, hidden: torch.Tensor, given: Mapping[str, Any], ahead: LayersAhead) -> torch.Tensor | None:
-        """The layer's output `[n, 1, H]` for the latest tokens of n sequences; None: its modules must compute it."""
+        """The layer's output `[n, 1, H]` for the latest tokens of n sequences, or `[1, n, H]` for those of one; None: its modules
+        must compute it."""
         paged, whole = self.paged, self.is_unheard
         if paged is not None and not paged.is_mine:
             return None
         if paged is not None and whole and (out := ahead.made(self, hidden, given)) is not None:
             paged.computed_short(self.native.chosen)
             return out
-        new, out = self.new_tokens(hidden, given), None
+        new = self.new_tokens(hidden, given)
         if new is None:
             return None
+        if hidden.shape[1] == 1:
+            return self._computed(hidden, given, ahead, new)
+        try:
+            return self._computed(hidden, given, ahead, new)
+        finally:
+            self.native.release()
+
+    def _computed(
+        self, hidden: torch.Tensor, given: Mapping[str, Any], ahead: LayersAhead, new: NewTokens
+    ) -> torch.Tensor | None:
+        paged, whole, out = self.paged, self.is_unheard, None
         if paged is not None and whole:
             out = ahead.output(self, paged, hidden, given, new)
         else:
@@ -377,7 +419,7 @@ class ServedLayer:
             return residual + self.block(normed)
         assert weights is not None and ids is not None
         demanded = self.experts if paged is None or not whole else partial(paged.demanded, self.experts)
-        return residual + demanded(normed[:, 0], ids, weights)[:, None]
+        return residual + demanded(normed.view(-1, normed.shape[2]), ids, weights).view_as(residual)
 
     @property
     def paged(self) -> PagedLayer | None:
@@ -406,9 +448,11 @@ class ServedLayer:
         """Where the new keys and values of each sequence go, for which room is made; None: hidden states or a cache that are the
         modules' business."""
         cache: Any = given.get(CACHE)
-        count, running, index = hidden.shape[0], running_rows(), self.index
-        if not self.native.takes(hidden) or given[ANGLES][0].shape[0] != count:
+        (count, each, _), running, index = hidden.shape, running_rows(), self.index
+        if not self.native.takes(hidden) or given[ANGLES][0].shape[:2] != (count, each):
             return None
+        if each > 1:
+            return self._new_of_prompt(each, given) if running is None else None
         if running is None and type(cache) is DynamicCache and count == 1 and index < len(cache.layers):
             only = cache.layers[index]
             return NewTokens((Cached(*only.place()),), only.one_more, (only.next_at(),)) if self.has_room(only) else None
@@ -426,3 +470,19 @@ class ServedLayer:
             at.append(row.next_at(before[id(row)]))
             before[id(row)] += 1
         return NewTokens(places, layer.one_more, tuple(at))
+
+    def _new_of_prompt(self, tokens: int, given: Mapping[str, Any]) -> NewTokens | None:
+        """The same for so many tokens of one sequence."""
+        cache, mask, shape = given[CACHE], given.get(MASK), self.native.shape
+        if not (self.of_prompts and served(tokens)) or type(cache) is not DynamicCache or self.index >= len(cache.layers):
+            return None
+        only, before = cache.layers[self.index], 0 if mask is None else mask.shape[3] - tokens
+        if type(only) is GrowingLayer and not only.is_initialized:
+            sizes = (1, shape.groups, 0, shape.columns), (1, shape.groups, 0, shape.value_columns)
+            keys, values = (torch.empty(size, dtype=self.native.dtype) for size in sizes)
+            has_room = not before and only.begin(keys, values, tokens)
+        else:
+            has_room = self.has_room(only, tokens) and only.tokens == before
+        if not has_room:
+            return None
+        return NewTokens((Cached(*only.place(tokens - 1)),), partial(only.more, tokens), (only.next_at(tokens - 1),))

@@ -16,6 +16,7 @@ from vismoe.kernels.decoder_layer import Cached, CalledLayer, DecoderLayer, Head
 from vismoe.kernels.rows import NUMBER_OF
 from vismoe.models.family.caches import CACHE
 from vismoe.models.family.families import expert_modules
+from vismoe.models.moe.attention import attends_prompts
 from vismoe.models.moe.linears import EncodedLinear
 from vismoe.models.moe.norms import norm_form
 from vismoe.models.moe.rotary import is_served
@@ -26,6 +27,7 @@ from vismoe.types import Format
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS_OF_HEADS = ("q_norm", "k_norm")
 CACHED_TOKENS = 5  # before the token that layers are compared on
+PROMPT_TOKENS = 3  # on which they are compared, too
 
 
 @dataclass(frozen=True)
@@ -84,24 +86,29 @@ class DecoderParts:
         made = [weight for weight in weights if weight is not None]
         return DecoderLayer(self.shape, made, (norms[0], *self.of_heads, norms[1]), router, self.scale, self.dtype)  # type: ignore[arg-type]
 
-    def agrees(self, layer: nn.Module, native: DecoderLayer) -> torch.Tensor | None:
-        """What the block is given for a token of made-up numbers, if the modules and `native` agree to the bit. None: they
-        do not, or the layer is called otherwise."""
+    def agrees_on_prompts(self, layer: nn.Module, native: DecoderLayer) -> bool:
+        """Whether modules and `native` agree on the first tokens of a sequence, too."""
+        attended = attends_prompts(torch.device("cpu"), self.dtype)
+        return attended and self.agrees(layer, native, PROMPT_TOKENS, 0) is not None
+
+    def agrees(self, layer: nn.Module, native: DecoderLayer, tokens: int = 1, before: int = CACHED_TOKENS) -> torch.Tensor | None:
+        """What the block is given for tokens of made-up numbers behind others, if the modules and `native` agree to the bit.
+        None: they do not, or the layer is called otherwise."""
         chance, shape = torch.Generator().manual_seed(1), self.shape
 
         def numbers(*size: int) -> torch.Tensor:
             return torch.randn(*size, generator=chance).to(self.dtype)
 
-        hidden, room = numbers(1, 1, shape.inputs), CACHED_TOKENS + 2
-        angles = numbers(1, 1, shape.columns), numbers(1, 1, shape.columns)
+        hidden, room = numbers(1, tokens, shape.inputs), before + tokens + 1
+        angles = numbers(1, tokens, shape.columns), numbers(1, tokens, shape.columns)
         held = numbers(1, shape.groups, room, shape.columns), numbers(1, shape.groups, room, shape.value_columns)
-        theirs, ours = _cache_layer(held), _cache_layer(held)
+        theirs, ours = _cache_layer(held, before), _cache_layer(held, before)
         index = int(self.attention.layer_idx)  # type: ignore[arg-type]
         cache = DynamicCache()
         cache.layers = [copy.copy(theirs) for _ in range(index)] + [theirs]
-        stub = _Stub(numbers(1, 1, shape.inputs))
+        stub = _Stub(numbers(1, tokens, shape.inputs))
         name = next(name for name, child in layer.named_children() if child is self.block)
-        position_ids = torch.full((1, 1), CACHED_TOKENS)
+        position_ids = torch.arange(before, before + tokens)[None]
         named: dict[str, Any] = {CACHE: cache, "attention_mask": None, "position_ids": position_ids, "use_cache": True}
         layer._modules[name] = stub
         try:
@@ -112,8 +119,10 @@ class DecoderParts:
             layer._modules[name] = self.block
         if not isinstance(out, torch.Tensor) or stub.given is None or stub.given[0].shape != hidden.shape:
             return None
-        run_layers([CalledLayer(native, (Cached(*ours.place()),))], hidden, *angles)
-        ours.one_more()
+        if not before and not ours.begin(held[0][:, :, :0], held[1][:, :, :0], tokens):
+            return None
+        run_layers([CalledLayer(native, (Cached(*ours.place(tokens - 1)),))], hidden, *angles)
+        ours.more(tokens)
         residual, normed, *_ = native.first_half()
         same = torch.equal(normed, stub.given[0]) and torch.equal(out, residual + stub.result)
         kept = all(torch.equal(a, b) for a, b in ((theirs.keys, ours.keys), (theirs.values, ours.values)))
@@ -165,13 +174,15 @@ class _Stub(nn.Module):
         return self.result
 
 
-def _cache_layer(held: Sequence[torch.Tensor]) -> GrowingLayer:
-    """Keys and values with room, which are in use up to CACHED_TOKENS; memory of its own."""
+def _cache_layer(held: Sequence[torch.Tensor], tokens: int) -> GrowingLayer:
+    """Keys and values with room, which are in use up to so many tokens; memory of its own."""
     layer = GrowingLayer()
-    keys, values = (memory.clone() for memory in held)
-    layer.lazy_initialization(keys, values)
-    layer._held, layer.room = (keys, values), keys.shape[-2]
-    layer.keys, layer.values = keys[..., :CACHED_TOKENS, :], values[..., :CACHED_TOKENS, :]
+    layer.room = held[0].shape[-2]
+    if tokens:
+        keys, values = (memory.clone() for memory in held)
+        layer.lazy_initialization(keys, values)
+        layer._held = keys, values
+        layer.keys, layer.values = keys[..., :tokens, :], values[..., :tokens, :]
     return layer
 
 

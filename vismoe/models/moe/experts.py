@@ -70,6 +70,7 @@ class PagedLayer:
         """The same, in any pass."""
         short = self.short()
         if short is not None:
+            self._refuse_cancelled()
             out = short.run(self.context.step.phase, self.layer, hidden, index, factors)
             if out is not None:
                 self.computed_short(index.numpy)
@@ -106,7 +107,10 @@ class PagedLayer:
     ) -> tuple[list[torch.Tensor], bool]:
         """As `ResidentLayers.run_layers`, for this layer and those that follow it."""
         short = self.short()
-        return ([], False) if short is None else short.run_layers(self.context.step.phase, layers, hidden, angles)
+        if short is None:
+            return [], False
+        self._refuse_cancelled()
+        return short.run_layers(self.context.step.phase, layers, hidden, angles)
 
     @property
     def is_mine(self) -> bool:
@@ -121,8 +125,15 @@ class PagedLayer:
 
     def computed_short(self, read: Callable[[], np.ndarray]) -> None:
         """`read` makes the ids of the layer's experts, int64 `[T, K]`."""
-        if not self.context.step.beside:
-            self.context.lookahead_inputs.at_resident_layer(self.layer, read, self.context.step.kinds)
+        context, step = self.context, self.context.step
+        if not step.beside:
+            context.lookahead_inputs.at_resident_layer(self.layer, read, step.kinds)
+        if step.phase is Phase.PREFILL:
+            context.prompt_left(self.layer)
+
+    def _refuse_cancelled(self) -> None:
+        if self.context.step.phase is Phase.PREFILL and self.context.cancelled():
+            raise Interrupted
 
     def demanded(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """The same by a demand."""
@@ -134,8 +145,7 @@ class PagedLayer:
                 f"the model was moved to {hidden.device}, its experts are served on {context.device}. "
                 f"Fix: load it with device={hidden.device}"
             )
-        if step.phase is Phase.PREFILL and context.cancelled():
-            raise Interrupted
+        self._refuse_cancelled()
         if step.thread != threading.get_ident():
             raise BusyError(
                 "two threads run this model at the same time; its experts serve one forward pass at a time. "

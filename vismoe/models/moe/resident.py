@@ -1,4 +1,4 @@
-"""The short way of a decode pass through layers whose experts are all resident: native calls and no demand.
+"""The short way of a decode pass, or of a short prompt, through layers whose experts are all resident: native calls, no demand.
 
 Counters, the page table and the results come out as those of a demand (experts.py), which every layer goes back to that misses
 something. `of` makes it for what it fits: the CPU kernels, slabs of one format, no tier below.
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from vismoe.kernels.decoder_layer import Asked, Cached, CalledLayer, DecoderLayer, Ending, LayerChain, run_layers
-from vismoe.kernels.resident import LayerArrays, ResidentLayer
-from vismoe.models.moe.compute import FastExperts, TorchExperts
+from vismoe.kernels.resident import LayerArrays, Outcome, ResidentLayer
+from vismoe.models.moe.compute import LONG_PROMPT, FastExperts, TorchExperts
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.paging.page_table import RESIDENT
 from vismoe.paging.pager import Computed, Pager, Use
@@ -76,9 +76,9 @@ class ResidentLayers:
     def run(
         self, phase: Phase, layer: int, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor
     ) -> torch.Tensor | None:
-        """The output `[T, H]` of a layer of a decode pass, or of one that drafts; None: its experts must be demanded."""
-        resident = self._layers[layer]
-        if torch.is_grad_enabled() or not resident.takes(hidden, index, factors):
+        """The output `[T, H]` of a layer of any pass of few tokens; None: its experts must be demanded."""
+        resident, outcome = self._layers[layer], self._outcome(phase, layer, index.numel())
+        if torch.is_grad_enabled() or outcome is None or not resident.takes(hidden, index, factors):
             return None
 
         compute_s = 0.0
@@ -86,7 +86,7 @@ class ResidentLayers:
         def compute(uses: list[Use]) -> list[Computed]:
             nonlocal compute_s
             began_s = time.perf_counter()
-            made = resident.run(hidden, index, factors, *uses[0])
+            made = resident.run(hidden, index, factors, *uses[0], outcome)
             compute_s = time.perf_counter() - began_s
             return [] if made is None else [(made[0], resident.demanded(made[1]))]
 
@@ -106,14 +106,19 @@ class ResidentLayers:
         hidden: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[list[torch.Tensor], bool]:
-        """(the outputs `[n, 1, H]` of the first of these decoder layers, which follow one another, whether the first half of the
-        next one was computed, whose experts must be demanded)."""
-        begun = False
+        """(the outputs of the first of these decoder layers, which follow one another, shaped as hidden `[n, 1, H]` or
+        `[1, n, H]`, whether the first half of the next one was computed, whose experts must be demanded)."""
+        begun, tokens = False, hidden.shape[0] * hidden.shape[1]
+        outcomes = [
+            self._outcome(phase, layer, tokens * native.router.chosen) for layer, native, _ in layers if native.router is not None
+        ]
+        if None in outcomes:
+            return [], begun
 
         def compute(uses: list[Use]) -> list[Computed]:
             nonlocal begun
             called = layers[: len(uses)]
-            asked = [Asked(self._layers[layer], *use) for (layer, _, _), use in zip(called, uses, strict=True)]
+            asked = [Asked(self._layers[layer], *use, outcome) for (layer, _, _), use, outcome in zip(called, uses, outcomes)]
             calls = [CalledLayer(native, places, ask) for (_, native, places), ask in zip(called, asked, strict=True)]
             made, begun = run_layers(calls, hidden, *angles)
             return [(out, ask.layer.demanded(count)) for (out, count), ask in zip(made, asked)]
@@ -125,7 +130,7 @@ class ResidentLayers:
         spent = [native.spent_s for _, native, _ in layers[: len(made) + begun]]
         next_s = spent.pop()[0] if begun else 0.0
         control_s = (time.perf_counter() - at_s - next_s - sum(map(sum, spent))) / len(made)
-        ran, tokens = [], hidden.shape[0]
+        ran = []
         for (layer, native, _), (_, experts), (first_half_s, experts_s) in zip(layers, made, spent):
             assert native.router is not None
             began_s = at_s + first_half_s
@@ -133,6 +138,13 @@ class ResidentLayers:
             ran.append(Ran(layer, experts, tokens * native.router.chosen, began_s, at_s - experts_s, at_s))
         self._count(phase, ran, tokens)
         return [out for out, _ in made], begun
+
+    def _outcome(self, phase: Phase, layer: int, pairs: int) -> Outcome | None:
+        """How so many pairs of a token and an expert are added up in such a pass, as `FastWork` does; None: not by one call."""
+        if phase is not Phase.PREFILL:
+            return Outcome.APART
+        long = pairs >= LONG_PROMPT * self._pager.inventory.layers[layer].num_experts
+        return None if long else Outcome.ADDED
 
     def chain(self, layers: Sequence[tuple[int, DecoderLayer]], places: Sequence[Cached]) -> Chain:
         """Of these decoder layers, which follow one another, for tokens of one sequence behind these places."""
@@ -146,10 +158,9 @@ class ResidentLayers:
             of_tables=of_tables,
         )
 
-    @property
-    def may_chain(self) -> bool:
-        """Whether nothing wants to hear of each layer."""
-        return self._pager.timeline is None
+    def may_chain(self, phase: Phase) -> bool:
+        """Whether nothing wants to hear of each layer of such a pass."""
+        return phase is not Phase.PREFILL and self._pager.timeline is None
 
     def run_chain(
         self,

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from vismoe.config import format_bytes
 from vismoe.errors import ClosedError, ConfigError, ContextError, UnsupportedModelError
+from vismoe.kernels.decoder_layer import MOST_TOKENS
 from vismoe.metrics import Metrics
 from vismoe.models.family.caches import cache_in
 from vismoe.models.family.components import is_vision
@@ -304,7 +305,8 @@ class StepContext:
         step, pads = self.step, kept < 0
         kinds = None if step.kinds is None else np.where(pads, TokenKind.PAD, step.kinds[kept]).astype(np.uint8)
         padded = bool(pads.any())
-        self.step = dataclasses.replace(step, tokens=len(kept), kinds=kinds, padded=padded, kept=kept, fewer=step.fewer or padded)
+        fewer = step.fewer or padded
+        self.step = dataclasses.replace(step, tokens=len(kept), kinds=kinds, padded=padded, kept=kept, short=None, fewer=fewer)
         if self.serving.chooser is not None:
             self.serving.chooser.narrow(kept)
 
@@ -327,7 +329,8 @@ class StepContext:
         kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
         decoding = not self._reading_prompt and (new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS))
         phase = Phase.PREFILL if not decoding else Phase.DECODE if self._drafts is None else Phase.DRAFT
-        if past and isinstance(serving.backend, FastExperts | GpuExperts) and type(cache) is DynamicCache:
+        grows = past > 0 or (batch == 1 and new <= MOST_TOKENS)
+        if grows and isinstance(serving.backend, FastExperts | GpuExperts) and type(cache) is DynamicCache:
             _let_grow(cache, (serving.plan.context + self.more_tokens) // batch)
         if self._drafts is not None:
             self._begin_draft(phase, batch, batch * new)
@@ -347,8 +350,10 @@ class StepContext:
             plan = serving.plan
             self.freed.begin(plan.bytes_of("prefill") * batch * new // plan.context, plan.bytes_of("activations"))
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
-        plain = decoding and not padded and not fewer and self.recorder is None
-        resident, short = (self._resident_pass(phase), self._short) if plain else (None, None)
+        plain = not padded and not fewer and self.recorder is None
+        resident = self._resident_pass(phase) if plain and decoding else None
+        stays = decoding or (self._short is not None and serving.pager.addresses() is not None)  # all of it, whatever is read
+        short = self._short if plain and stays else None
         self.begin(Step(phase, batch, batch * new, threading.get_ident(), kinds, padded, None, resident, short, fewer))
         dropping = self.pruner is not None and self.pruner.dropping
         self.lookahead_inputs.begin_step(kwargs.get("inputs_embeds"), kinds, past == 0, dropping, self.recorder)
@@ -381,7 +386,7 @@ class StepContext:
 
 def _let_grow(cache: DynamicCache, room: int) -> None:
     """Let a caller's cache grow in place, as the engine's do from the beginning: transformers copies it for every token."""
-    if not torch.is_grad_enabled() and any(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers):
+    if not torch.is_grad_enabled() and any(type(layer) is DynamicLayer for layer in cache.layers):
         grow_in_place(cache, room)
 
 

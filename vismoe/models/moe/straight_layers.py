@@ -77,8 +77,11 @@ class StraightLayers:
 
     def _short(self, place: int) -> ResidentLayers | None:
         """What computes the layers from this place on by one call; None: each is computed as it would be in any pass."""
-        short = self._paged[place - self._first].short() if place >= self._first else None
-        return short if short is not None and short.may_chain and not any(map(len, self._listeners)) else None
+        if place < self._first:
+            return None
+        paged = self._paged[place - self._first]
+        short, phase = paged.short(), paged.context.step.phase
+        return short if short is not None and short.may_chain(phase) and not any(map(len, self._listeners)) else None
 
     def _chained(
         self, short: ResidentLayers, place: int, hidden: torch.Tensor, given: Mapping[str, Any], ending: Ending | None

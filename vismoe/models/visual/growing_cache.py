@@ -68,6 +68,18 @@ class GrowingLayer(DynamicLayer):
         self._held = None if key_room is None or value_room is None else (key_room, value_room)
         return keys, values
 
+    def begin(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> bool:
+        """Before the first update: have the types and shapes of keys `[1, heads, 0, D]` and values `[1, heads, 0, E]`, and memory
+        for so many tokens, at `place(tokens - 1)`, if it may have that."""
+        if self.is_initialized or self.room is None or self.room < tokens:
+            return False
+        self.lazy_initialization(keys, values)
+        room = min(self.room, tokens + GROWTH_TOKENS)
+        held = keys.new_empty(*keys.shape[:2], room, keys.shape[3]), values.new_empty(*values.shape[:2], room, values.shape[3])
+        self.keys, self.values = (part.narrow(2, 0, 0) for part in held)
+        self._held = held
+        return True
+
     def has_room(self, tokens: int) -> bool:
         """Whether so many can be added by `one_more`: for one sequence, with memory for its tokens."""
         if self._held is None or self._keys is None:
@@ -103,6 +115,12 @@ class GrowingLayer(DynamicLayer):
     def one_more(self) -> None:
         """The token behind the last one has been written."""
         self.tokens += 1
+
+    def more(self, tokens: int) -> None:
+        """So many behind the last one have been written, or the first ones."""
+        self.tokens += tokens
+        if not self._keys.numel():
+            self._settle()
 
     def reset(self) -> None:
         super().reset()
@@ -145,9 +163,10 @@ def release_room(cache: Any) -> None:
 def grow_in_place(cache: Any, room: int) -> None:
     """Let the plain layers of a cache grow in place, up to `room` tokens."""
     for index, layer in enumerate(getattr(cache, "layers", ())):
-        if type(layer) is DynamicLayer and layer.is_initialized:
+        if type(layer) is DynamicLayer:
             cache.layers[index] = growing = GrowingLayer()
             growing.__dict__.update({name: value for name, value in vars(layer).items() if name not in ("keys", "values")})
-            growing.keys, growing.values = layer.keys, layer.values
+            if layer.is_initialized:
+                growing.keys, growing.values = layer.keys, layer.values
         if isinstance(cache.layers[index], GrowingLayer):
             cache.layers[index].room = room

@@ -12,8 +12,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import examples
-from test_resident import FAMILY, Twin, assert_same
+from test_resident import FAMILY, Twin, assert_same, with_all_experts
 from torch import nn
+from transformers import DynamicCache
 
 from vismoe.kernels import cpu, decoder_layer
 from vismoe.kernels.decoder_layer import MOST_TOKENS, PARTS, Cached
@@ -102,17 +103,51 @@ def test_a_cache_whose_memory_is_full_gets_more(twins, steps, ran, monkeypatch):
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("tokens", "following"), [(2, 3), (57, 16), (MOST_TOKENS, 1), (MOST_TOKENS + 1, 1)])
-def test_one_call_computes_a_layer_of_a_short_prompt(twins, tokens, following, ran):
+def test_one_call_computes_a_layer_of_a_short_prompt(twins, tokens, following, ran, monkeypatch):
     """From its first token on, and behind others, where a mask says that each token sees all before it."""
-    served = linears.served(tokens) and tokens <= MOST_TOKENS
+    served, demands, demand = linears.served(tokens), [], twins[0].pager.demand
     prompt, layers = torch.arange(3, 3 + tokens)[None], len(twins[0].pager.inventory.layers)
-    for _ in range(2):  # with all experts in memory, the second one demands none
+    monkeypatch.setattr(twins[0].pager, "demand", lambda layer, *args: demands.append(layer) or demand(layer, *args))
+    all_stay = twins[0].pager.tables[0].has_room_for_all
+    if all_stay:
+        with_all_experts(twins[0])
+    for _ in range(2):
         ran.clear()
+        demands.clear()
         logits = [twin.passes(prompt, [following, 1, 1], begun=True) for twin in twins]
         assert all(map(torch.equal, *logits))
         of_prompt = [served] * layers if tokens <= MOST_TOKENS else []
-        assert ran == of_prompt + [True] * 3 * layers
+        assert ran == of_prompt + [True] * 3 * layers and bool(demands) != all_stay
     assert {layer.native._rooms.room.tokens for layer in served_layers(twins[0].model)} == {(1, 1)}  # a prompt's was given up
+
+
+@pytest.mark.parametrize("following", [1, 30, MOST_TOKENS + 1])
+def test_what_was_read_in_inference_mode_goes_on_outside_of_it(plain, following, ran):
+    logits = []
+    for served in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not served:
+                patch.setattr(ServedLayer, "run", lambda *given: None)
+            given = {"use_cache": True, CACHE: begun(plain)}
+            with torch.inference_mode():
+                plain(torch.arange(3, 23)[None], **given)
+            assert {layer.tokens for layer in given[CACHE].layers} == {20}
+            with torch.no_grad():
+                logits.append(plain(torch.arange(30, 30 + following)[None], **given).logits)
+    assert torch.equal(*logits)
+    calls = [tokens for tokens in (20, following) if tokens <= MOST_TOKENS]
+    assert ran == [linears.served(tokens) for tokens in calls for _ in range(3)]
+
+
+@torch.inference_mode()
+def test_a_prompt_that_shall_not_attend_causally_any_longer_is_the_modules(plain, ran, monkeypatch):
+    for layer in plain.model.layers:
+        monkeypatch.setattr(layer.self_attn, "is_causal", False)
+    plain(torch.arange(3, 9)[None], use_cache=True, **{CACHE: begun(plain)})
+    assert len(ran) == 0
+    plain(torch.arange(3, 4)[None], use_cache=True, **{CACHE: (cache := begun(plain))})
+    plain(torch.arange(3, 4)[None], use_cache=True, **{CACHE: cache})
+    assert ran == [False] * 3 + [True] * 3  # one token sees all
 
 
 @pytest.mark.parametrize("of_prompts", [True, False])
@@ -495,6 +530,13 @@ def plain() -> nn.Module:
     return model
 
 
+def begun(model: nn.Module) -> DynamicCache:
+    """A cache with no token that grows in place."""
+    cache = DynamicCache(config=model.config)
+    grow_in_place(cache, 600)
+    return cache
+
+
 def masked(cache, tokens: int = 1) -> dict:
     mask = torch.ones(1, int(cache.get_seq_length()) + tokens, dtype=torch.long)
     mask[:, 0] = 0
@@ -603,7 +645,7 @@ def test_tokens_of_one_sequence_get_room_together(plain, ran):
 
 
 # ------------------------------------------------------------------ the cache
-ACTIONS = ["one", "two", "make room", "begin", "update", "crop", "copy", "look", "back", "reset"]
+ACTIONS = ["one", "two", "make room", "update", "crop", "copy", "look", "back", "reset"]
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -631,8 +673,6 @@ def test_a_cache_that_grows_by_one_more_holds_what_was_written(actions, pruned):
             expected = tuple(torch.cat(both, dim=2) for both in zip(expected, new))
         elif action == "make room":
             assert layer.make_room(2) == layer.has_room(2) == (0 < expected[0].shape[2] <= 38)
-        elif action == "begin":
-            assert not layer.begin(*numbers(0), 2)  # it has been begun with
         elif action == "reset":
             layer.reset()
             assert not layer.has_room(1)
@@ -665,6 +705,28 @@ def test_a_cache_that_grows_by_one_more_holds_what_was_written(actions, pruned):
         if left is not None and expected[0].shape[2] < left[1][0].shape[2]:
             left = None  # what it would go back to has been written over
     assert torch.equal(layer.keys, expected[0]) and torch.equal(layer.values, expected[1])
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("tokens", [2, 9])
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_cache_that_was_begun_takes_what_comes_or_something_else(sequences, tokens, comes):
+    """As where a call fails, and modules compute."""
+    layer, empty = GrowingLayer(), torch.empty(1, 2, 0, 4)
+    assert not layer.begin(empty, empty, 2)  # nothing says how many it may have
+    layer.room = 8
+    assert not layer.begin(empty, empty, 9) and layer.begin(empty, empty, 2) and not layer.begin(empty, empty, 2)
+    assert layer.get_seq_length() == 0 and not layer.has_room(1) and not layer.make_room(1)
+    if comes:
+        keys, values, count = layer.place(1)
+        assert count == 2 and keys.shape == values.shape == (1, 2, 8, 4)
+        keys[:, :, :2], values[:, :, :2] = 5, 7
+        layer.more(2)
+        assert layer.get_seq_length() == 2 and layer.has_room(6) and (layer.keys == 5).all() and (layer.values == 7).all()
+        layer.reset()
+    states = torch.randn(sequences, 2, tokens, 4)
+    layer.update(states, states)
+    assert torch.equal(layer.keys, states) and torch.equal(layer.values, states) and layer.get_seq_length() == tokens
 
 
 def test_caches_without_memory_of_their_own_have_no_room():

@@ -189,17 +189,18 @@ def test_short_prompts_demand_nothing_where_all_experts_stay(checkpoint, monkeyp
     assert_same(*(twin.state() for twin in twins))
 
 
-def test_a_short_prompt_can_be_cancelled_between_its_layers(checkpoint, monkeypatch):
-    twin, prompts = with_all_experts(Twin(checkpoint, True)), torch.arange(3, 60)[None]
-    before = twin.passes(prompts, [1])
-    twin.shortly.clear()
-    monkeypatch.setattr(twin.context, "cancelled", lambda: len(twin.shortly) == 2)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_short_prompt_can_be_cancelled_between_its_layers(checkpoint, whole, monkeypatch):
+    twin, prompts = with_all_experts(Twin(checkpoint, True, whole)), torch.arange(3, 15)[None]
+    before = twin.passes(prompts, [1], begun=True)
+    ended, ends = [], twin.context.prompt_left
+    monkeypatch.setattr(twin.context, "prompt_left", lambda layer: ended.append(layer) or ends(layer))
+    monkeypatch.setattr(twin.context, "cancelled", lambda: len(ended) == 2)
     with pytest.raises(Interrupted):
-        twin.passes(prompts, [1])
-    assert twin.shortly == [True] * 2
-    twin.shortly.clear()
+        twin.passes(prompts, [1], begun=True)
+    assert ended == [0, 1]
     monkeypatch.undo()
-    assert all(map(torch.equal, twin.passes(prompts, [1]), before))
+    assert all(map(torch.equal, twin.passes(prompts, [1], begun=True), before))
 
 
 def test_a_guess_that_is_used_is_demanded(checkpoint):

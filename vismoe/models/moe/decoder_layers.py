@@ -51,8 +51,8 @@ MOST_ANGLES = 4  # that a decoder makes for a pass, for several kinds of layers
 
 
 def serve_decoder_layers(model: nn.Module) -> tuple[int, int]:
-    """Make one call compute the decoder's layers for single tokens; returns how many layers these are, and how many with their
-    experts. The modules within must be served before."""
+    """Make one call compute the decoder's layers for single tokens and short prompts; returns how many layers these are, and how
+    many with their experts. The modules within must be served before."""
     served: list[tuple[nn.Module, ServedLayer]] = []
     decoders: list[str] = []
     with torch.inference_mode():
@@ -121,7 +121,7 @@ class NewTokens(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a pass gives to its layers, and whether all fits. cache, mask: weak."""
+    """What a pass gives to its layers, and whether all fits. cache, mask: weak; nothing is to change a mask during a pass."""
 
     angles: tuple[torch.Tensor, torch.Tensor]
     cache: Callable[[], Any]
@@ -168,6 +168,7 @@ class LayerWatch:
             and not any(map(listens, filter(None, (*self._listeners, *EVERYWHERE))))
             and all(type(hook) is Capture for norm in self._norms for hook in norm._forward_pre_hooks.values())
             and all(_as_compared(attention, scale) for attention, scale in self._attentions)
+            and (given[ANGLES][0].shape[1] == 1 or all(getattr(one, "is_causal", True) for one, _ in self._attentions))
             and (self._forwards.stay() or all(map(_same_forward, self._forwards.now(), self._forwards.there)))
             and self._parts.stay_in_place()
         )
@@ -436,7 +437,7 @@ class ServedLayer:
             assert isinstance(hook, Capture)  # `LayerWatch` has looked
             hook.look(residual)
 
-    def has_room(self, kept: Any, tokens: int = 1) -> bool:
+    def make_room(self, kept: Any, tokens: int = 1) -> bool:
         """Whether the call reads a sequence's keys and values of this layer, and may add so many tokens; makes room for them."""
         if not isinstance(kept, GrowingLayer):
             return False
@@ -455,13 +456,13 @@ class ServedLayer:
             return self._new_of_prompt(each, given) if running is None else None
         if running is None and type(cache) is DynamicCache and count == 1 and index < len(cache.layers):
             only = cache.layers[index]
-            return NewTokens((Cached(*only.place()),), only.one_more, (only.next_at(),)) if self.has_room(only) else None
+            return NewTokens((Cached(*only.place()),), only.one_more, (only.next_at(),)) if self.make_room(only) else None
         if running is not cache or type(cache) is not RowsCache:
             return None
         layer = cache.layers[index]
         if type(layer) is not RowsLayer or len(layer.rows) != count or not layer.kept:
             return None
-        if not all(self.has_room(row, count) for row in layer.rows):
+        if not all(self.make_room(row, count) for row in layer.rows):
             return None
         before: Counter[int] = Counter()  # rows of the same sequence so far
         places, at = [], []
@@ -482,7 +483,7 @@ class ServedLayer:
             keys, values = (torch.empty(size, dtype=self.native.dtype) for size in sizes)
             has_room = not before and only.begin(keys, values, tokens)
         else:
-            has_room = self.has_room(only, tokens) and only.tokens == before
+            has_room = getattr(only, "tokens", None) == before and self.make_room(only, tokens)
         if not has_room:
             return None
         return NewTokens((Cached(*only.place(tokens - 1)),), partial(only.more, tokens), (only.next_at(tokens - 1),))

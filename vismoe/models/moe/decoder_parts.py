@@ -1,4 +1,4 @@
-"""What a decoder layer is made of, found by its modules' names and shapes, and compared with the kernels on a token of made-up
+"""What a decoder layer is made of, found by its modules' names and shapes, and compared with the kernels on tokens of made-up
 numbers."""
 
 import copy

@@ -152,7 +152,7 @@ class LookaheadInputs:
         return self._ahead is not None and self._wanted
 
     def at_resident_layer(self, layer: int, read: Callable[[], np.ndarray], kinds: np.ndarray | None) -> None:
-        """What `at_layer` does in a decode pass where nothing is asked and nothing recorded. read: makes `chosen`."""
+        """What `at_layer` does in a pass where nothing is asked and nothing recorded. read: makes `chosen`."""
         if self.remembers:
             chosen = read()
             self._observe(layer, chosen, kinds if kinds is not None and kinds.size == len(chosen) else None)

@@ -108,17 +108,16 @@ class ResidentLayers:
     ) -> tuple[list[torch.Tensor], bool]:
         """(the outputs of the first of these decoder layers, which follow one another, shaped as hidden `[n, 1, H]` or
         `[1, n, H]`, whether the first half of the next one was computed, whose experts must be demanded)."""
-        begun, tokens = False, hidden.shape[0] * hidden.shape[1]
-        outcomes = [
-            self._outcome(phase, layer, tokens * native.router.chosen) for layer, native, _ in layers if native.router is not None
-        ]
-        if None in outcomes:
+        begun, tokens, (first, native, _) = False, hidden.shape[0] * hidden.shape[1], layers[0]
+        assert native.router is not None and (len(layers) == 1 or hidden.shape[1] == 1)
+        outcome = self._outcome(phase, first, tokens * native.router.chosen)  # of the others, too: single tokens are few
+        if outcome is None:
             return [], begun
 
         def compute(uses: list[Use]) -> list[Computed]:
             nonlocal begun
             called = layers[: len(uses)]
-            asked = [Asked(self._layers[layer], *use, outcome) for (layer, _, _), use, outcome in zip(called, uses, outcomes)]
+            asked = [Asked(self._layers[layer], *use, outcome) for (layer, _, _), use in zip(called, uses, strict=True)]
             calls = [CalledLayer(native, places, ask) for (_, native, places), ask in zip(called, asked, strict=True)]
             made, begun = run_layers(calls, hidden, *angles)
             return [(out, ask.layer.demanded(count)) for (out, count), ask in zip(made, asked)]
@@ -140,7 +139,8 @@ class ResidentLayers:
         return [out for out, _ in made], begun
 
     def _outcome(self, phase: Phase, layer: int, pairs: int) -> Outcome | None:
-        """How so many pairs of a token and an expert are added up in such a pass, as `FastWork` does; None: not by one call."""
+        """How so many pairs of a token and an expert are added up in such a pass, as `FastWork` does; None: perhaps by the
+        kernels for long prompts, which the one call does not use."""
         if phase is not Phase.PREFILL:
             return Outcome.APART
         long = pairs >= LONG_PROMPT * self._pager.inventory.layers[layer].num_experts

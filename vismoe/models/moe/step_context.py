@@ -18,7 +18,6 @@ from transformers.cache_utils import DynamicLayer
 
 from vismoe.config import format_bytes
 from vismoe.errors import ClosedError, ConfigError, ContextError, UnsupportedModelError
-from vismoe.kernels.decoder_layer import MOST_TOKENS
 from vismoe.metrics import Metrics
 from vismoe.models.family.caches import cache_in
 from vismoe.models.family.components import is_vision
@@ -329,8 +328,7 @@ class StepContext:
         kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
         decoding = not self._reading_prompt and (new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS))
         phase = Phase.PREFILL if not decoding else Phase.DECODE if self._drafts is None else Phase.DRAFT
-        grows = past > 0 or (batch == 1 and new <= MOST_TOKENS)
-        if grows and isinstance(serving.backend, FastExperts | GpuExperts) and type(cache) is DynamicCache:
+        if isinstance(serving.backend, FastExperts | GpuExperts) and type(cache) is DynamicCache:
             _let_grow(cache, (serving.plan.context + self.more_tokens) // batch)
         if self._drafts is not None:
             self._begin_draft(phase, batch, batch * new)
@@ -385,7 +383,7 @@ class StepContext:
 
 
 def _let_grow(cache: DynamicCache, room: int) -> None:
-    """Let a caller's cache grow in place, as the engine's do from the beginning: transformers copies it for every token."""
+    """Let a caller's cache grow in place, as the engine's do: transformers copies it for every token."""
     if not torch.is_grad_enabled() and any(type(layer) is DynamicLayer for layer in cache.layers):
         grow_in_place(cache, room)
 

@@ -46,7 +46,7 @@ class StraightLayers:
         mark = chain.mark if chain is not None and tokens < chain.calls.room else None
         kept = [cache.layers[layer.index] for layer in self.layers if layer.index < len(cache.layers)]
         return len(kept) == len(self.layers) and all(
-            (mark is not None and one.noted is mark) or layer.has_room(one) for layer, one in zip(self.layers, kept)
+            (mark is not None and one.noted is mark) or layer.make_room(one) for layer, one in zip(self.layers, kept)
         )
 
     def through(

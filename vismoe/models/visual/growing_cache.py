@@ -30,7 +30,8 @@ def _settled(name: str) -> Any:
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values `[B, heads, S, D]`, views of `[B, heads, room, D]`.
+    """Keys and values `[B, heads, S, D]`, views of `[B, heads, room, D]`: what was read is written over where tokens are given up
+    and others come.
 
     `room`: tokens that it may ever hold, None: no more than it has, and growing copies. A copy (`copy.copy`) shares what is there
     and gets memory of its own when it grows. `noted`: set by whoever has noted where its memory is; None since that changed.
@@ -75,13 +76,13 @@ class GrowingLayer(DynamicLayer):
             return False
         self.lazy_initialization(keys, values)
         room = min(self.room, tokens + GROWTH_TOKENS)
-        held = keys.new_empty(*keys.shape[:2], room, keys.shape[3]), values.new_empty(*values.shape[:2], room, values.shape[3])
+        held = _memory(keys, room), _memory(values, room)
         self.keys, self.values = (part.narrow(2, 0, 0) for part in held)
         self._held = held
         return True
 
     def has_room(self, tokens: int) -> bool:
-        """Whether so many can be added by `one_more`: for one sequence, with memory for its tokens."""
+        """Whether so many can be added at `place`: to the tokens of one sequence, with memory for more."""
         if self._held is None or self._keys is None:
             return False
         (keys, values), shape = self._held, self._keys.shape
@@ -104,7 +105,7 @@ class GrowingLayer(DynamicLayer):
 
     def place(self, later: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(memory of the keys and of the values, `[1, heads, room, D]`, the tokens in it) with one more, or `later` more than
-        that, which the caller writes as the last one and then counts by `one_more`."""
+        that, which the caller writes as the last one and then counts by `one_more` or `more`."""
         assert self._held is not None
         return *self._held, self.tokens + 1 + later
 
@@ -138,13 +139,19 @@ def _grown(
     )
     if not fits:
         if room is None or room < tokens:
-            return torch.cat([now, new], dim=-2), None
-        held = new.new_empty(*new.shape[:-2], min(room, tokens + GROWTH_TOKENS), new.shape[-1])
+            return torch.cat([now, new] if before else [new], dim=-2), None
+        held = _memory(new, min(room, tokens + GROWTH_TOKENS))
         if before:
             held[..., :before, :] = now
     assert held is not None
     held[..., before:tokens, :] = new
     return held[..., :tokens, :], held
+
+
+def _memory(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Memory for so many tokens of such keys or values, which passes may write into in inference mode and outside of it."""
+    with torch.inference_mode(False):
+        return states.new_empty(*states.shape[:-2], tokens, states.shape[-1])
 
 
 def held_tokens(cache: Any) -> int:

@@ -244,7 +244,7 @@ class DecoderLayer:
         """Whether `run_layers` computes hidden `[n, 1, H]` or `[1, n, H]`: contiguous, in the layer's type, on the CPU."""
         shape = hidden.shape
         fits = len(shape) == 3 and shape[2] == self.shape.inputs and hidden.dtype is self.dtype
-        if not fits or (shape[1] != 1 and not (shape[0] == 1 < shape[1] <= MOST_TOKENS)):
+        if not fits or not _go_together(shape):
             return False
         few = self.router is None or shape[0] * shape[1] * self.router.chosen <= MOST_PAIRS
         return few and hidden.is_contiguous() and hidden.is_cpu
@@ -263,7 +263,7 @@ class DecoderLayer:
         """The same of angles `[n, 1, R]` or `[1, n, R]`, R even; n must be that of the hidden states."""
         shape = cos.shape
         fits = len(shape) == 3 and shape[2] <= self.shape.columns and not shape[2] % 2 and shape == sin.shape
-        if not fits or (shape[1] != 1 and not (shape[0] == 1 < shape[1] <= MOST_TOKENS)):
+        if not fits or not _go_together(shape):
             return False
         return all(part.dtype is self.dtype and part.is_contiguous() and part.is_cpu for part in (cos, sin))
 
@@ -306,6 +306,11 @@ class DecoderLayer:
     def spent(self) -> dict[str, tuple[float, int, int]]:
         """What each of PARTS has taken so far: seconds, calls, and bytes of weights, keys and values (but for experts)."""
         return {part: (sums.seconds, sums.calls, sums.bytes) for part, sums in zip(PARTS, self._layer.spent, strict=True)}
+
+
+def _go_together(shape: Sequence[int]) -> bool:
+    """Whether it is one token of each sequence, or few of one: `[n, 1, ...]`, `[1, n, ...]`."""
+    return shape[1] == 1 or shape[0] == 1 < shape[1] <= MOST_TOKENS
 
 
 def run_layers(calls: Sequence[CalledLayer], hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[list[tuple[Tensor, int]], bool]:

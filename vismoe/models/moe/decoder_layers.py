@@ -120,7 +120,7 @@ class NewTokens(NamedTuple):
     at: tuple[tuple[int, int], ...]
 
 
-class Seen(NamedTuple):
+class Watched(NamedTuple):
     """What a pass gives to its layers, and whether all fits. cache, mask: weak; nothing is to change a mask during a pass."""
 
     angles: tuple[torch.Tensor, torch.Tensor]
@@ -144,7 +144,7 @@ class LayerWatch:
         self._listeners += [layer.behind._forward_hooks for layer in layers]
         places = [place for layer in layers for place in layer.places]
         self._parts = Things([held for held, _ in places], [name for _, name in places])
-        self._seen: dict[int, Seen] = {}  # by the identity of angles
+        self._seen: dict[int, Watched] = {}  # by the identity of angles
 
     def fit(self, given: Mapping[str, Any]) -> bool:
         angles, cache, mask = given.get(ANGLES), given.get(CACHE), given.get(MASK)
@@ -156,8 +156,8 @@ class LayerWatch:
                 return False
             if len(self._seen) >= MOST_ANGLES:
                 self._seen.clear()
-            of_mask = _NOTHING if mask is None else weakref.ref(mask)
-            seen = self._seen[id(angles)] = Seen(angles, weakref.ref(cache), of_mask, self._look(given))
+            of_mask = _no_mask if mask is None else weakref.ref(mask)
+            seen = self._seen[id(angles)] = Watched(angles, weakref.ref(cache), of_mask, self._look(given))
         return seen.fits and cache is seen.cache() and mask is seen.mask()
 
     def _look(self, given: Mapping[str, Any]) -> bool:
@@ -174,7 +174,7 @@ class LayerWatch:
         )
 
 
-def _NOTHING() -> None:
+def _no_mask() -> None:
     return None
 
 
@@ -483,7 +483,7 @@ class ServedLayer:
             keys, values = (torch.empty(size, dtype=self.native.dtype) for size in sizes)
             has_room = not before and only.begin(keys, values, tokens)
         else:
-            has_room = getattr(only, "tokens", None) == before and self.make_room(only, tokens)
+            has_room = isinstance(only, GrowingLayer) and only.tokens == before and self.make_room(only, tokens)
         if not has_room:
             return None
         return NewTokens((Cached(*only.place(tokens - 1)),), partial(only.more, tokens), (only.next_at(tokens - 1),))

@@ -73,6 +73,14 @@ class Experts:
         encoded = any(isinstance(kind.codec, Encoded) for kind in kinds)
         return dtype == torch.bfloat16 and not fp16 and (isa == "amx" or (isa == "avx512bf16" and (long or encoded)))
 
+    def in_another_order(self, isa: str, dtype: torch.dtype, long: bool) -> bool:
+        """Whether this instruction set adds raw weights in bfloat16 in an order of their own for the tokens of a long prompt: not
+        beside codes that are multiplied as integers, whose set has no such kernels."""
+        kinds = self.kinds or (self,)
+        raw = any(kind.codec.format is Format.RAW and kind.weights[0]["up_proj"].dtype == torch.bfloat16 for kind in kinds)
+        words = dtype == torch.bfloat16 and any(kind.codec.format is not Format.RAW for kind in kinds)
+        return isa == "avx2" and long and raw and not words
+
     @cached_property
     def kernel(self) -> cpu.ExpertKernel:
         if self.kinds:
@@ -207,5 +215,7 @@ def on_every_set(experts: Experts, batch: Batch, tolerance: Callable[[str], floa
             added = batch.in_a_prompt(experts, long)
             if experts.rounded_in_prompts(isa, batch.hidden.dtype, long):
                 assert rms(added - batch.oracle(experts.rounded())) <= few * tolerance(isa) * size
+            elif experts.in_another_order(isa, batch.hidden.dtype, long):
+                assert rms(added - oracle) <= few * tolerance(isa) * size
             else:
                 assert torch.equal(added, parts), isa

@@ -190,10 +190,10 @@ def test_one_call_for_several_matrices_is_one_for_each(isa):
     matrices = [cpu.matrix_of(kind, each, inputs) for kind, each in zip(kinds, parts)]
     products = [Product(ctypes.addressof(m), base, out.data_ptr()) for (m, base), out in zip(matrices, outs)]
     number, size, place = ctypes.c_int32, ctypes.c_size_t, ctypes.c_void_p
-    linears = function("vismoe_linears", [place, size, place, number, size], number)
+    linears = function("vismoe_linears", [place, size, place, number, size, number], number)
     for _ in range(2):  # other inputs come to the same place
         x = torch.randn(3, inputs).bfloat16()
-        call = (Product * len(kinds))(*products), len(kinds), x.data_ptr(), cpu.DTYPES.index(x.dtype), 3
+        call = (Product * len(kinds))(*products), len(kinds), x.data_ptr(), cpu.DTYPES.index(x.dtype), 3, 0
         assert linears()(*call) == 0
         for kind, each, out in zip(kinds, parts, outs):
             assert torch.equal(out, cpu.encoded_linear(x, ENCODINGS[kind], each, inputs)), kind

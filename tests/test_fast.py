@@ -3,6 +3,7 @@
 Oracles: the eager model in float64 and in bfloat16; the same model, all resident; torch's arithmetic on restored weights.
 """
 
+import itertools
 import weakref
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,12 @@ from vismoe import VisMoEConfig
 from vismoe.cli.main import main
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.kernels import cpu
+from vismoe.kernels.decoder_layer import MOST_TOKENS
 from vismoe.models.family.caches import cache_in
 from vismoe.models.family.components import OUR_ATTENTION
 from vismoe.models.load import quantizer
 from vismoe.models.moe import step_context
-from vismoe.models.moe.linears import PIECE_ROWS, serve_linears
+from vismoe.models.moe.linears import LONG_PIECE_ROWS, PIECE_ROWS, serve_linears
 from vismoe.models.visual.growing_cache import GrowingLayer
 
 FAMILY, STEPS = "qwen3_vl_moe", 6
@@ -166,7 +168,7 @@ def test_without_instructions_for_bfloat16_the_kernels_compute_linear_layers_of_
     model = load(checkpoint)
     linear = next(module for module in model.modules() if "forward" in module.__dict__ and type(module) is nn.Linear)
     x = torch.randn(1, 2 * PIECE_ROWS + 1, linear.weight.shape[1]).bfloat16()
-    alone = torch.stack([linear(row) for row in x[0]])
+    alone = torch.cat([cpu.linear(row[None], linear.weight, linear.bias, long=True) for row in x[0]])
     calls, torchs = [], nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *arguments: calls.append(1) or torchs(*arguments))
     monkeypatch.setattr(cpu, "setup", lambda: cpu.KernelSetup(isa, 1, "asked for"))
@@ -228,6 +230,23 @@ def test_a_vision_tower_stays_torchs_where_it_is_quick_and_after_a_change_of_its
     found = tower["visual"].float()(picture)
     del tower["visual"].forward
     assert torch.equal(found, tower["visual"](picture))
+
+
+@torch.inference_mode()
+def test_images_and_long_prompts_have_kernels_of_their_own_whatever_their_company(monkeypatch):
+    """In company, rows of a sequence or of an image must not be taken for those of a longer one: bits would follow from it."""
+    monkeypatch.setattr(cpu, "setup", lambda: cpu.KernelSetup("avx2", 1, "asked for"))
+    model = nn.ModuleDict({name: nn.Linear(96, 40).bfloat16() for name in ("decoder", "visual")})
+    assert serve_linears(model) == (1, 1)
+    seen, linear = set(), cpu.linear
+    monkeypatch.setattr(cpu, "linear", lambda *given: (seen.add(given[3]), linear(*given))[1])
+    shapes = [(1, MOST_TOKENS), (5, MOST_TOKENS), (1, MOST_TOKENS + 1), (3, 2 * LONG_PIECE_ROWS + 1), (MOST_TOKENS + 1,)]
+    for name, shape in itertools.product(model, shapes):
+        x = torch.randn(*shape, 96).bfloat16()
+        out = model[name](x)
+        assert seen == {name == "visual" or (len(shape) == 2 and shape[1] > MOST_TOKENS)}
+        assert all(torch.equal(model[name](x[i : i + 1]), out[i : i + 1]) for i in {0, len(x) - 1})
+        seen.clear()
 
 
 def test_the_pools_of_a_load_that_failed_make_way_for_the_next(checkpoint, monkeypatch):

@@ -72,11 +72,14 @@ def test_every_instruction_set_computes_what_the_oracle_does(
 @pytest.mark.parametrize("weight_dtype", DTYPES[:2])
 def test_a_linear_is_what_the_oracle_says(isa, dtype, weight_dtype):
     torch.manual_seed(1)
-    for rows, inputs, outputs in ((1, 1, 1), (1, 2048, 1000), (3, 130, 259), (7, 127, 4), (16, 384, 66), (70, 33, 129)):
+    sizes = ((1, 1, 1), (1, 2048, 1000), (3, 130, 259), (7, 127, 4), (16, 384, 66), (70, 33, 129), (300, 2100, 19))
+    for (rows, inputs, outputs), long in itertools.product(sizes, (False, True)):
         x, weight = torch.randn(rows, inputs).to(dtype), (torch.randn(outputs, inputs) * inputs**-0.5).to(weight_dtype)
         for bias in (None, torch.randn(outputs).to(dtype)):
-            result, oracle = cpu.linear(x, weight, bias), reference.linear(x, weight, bias)
+            result, oracle = cpu.linear(x, weight, bias, long), reference.linear(x, weight, bias)
             assert result.dtype == dtype and result.shape == (rows, outputs)
+            for some in (slice(1), slice(rows // 2, rows)):  # whatever the company
+                assert torch.equal(cpu.linear(x[some], weight, bias, long), result[some])
             assert rms(result - oracle) <= {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
 
 
@@ -140,8 +143,12 @@ def test_a_result_depends_on_its_own_token_and_expert_only(isa, format, hidden):
     experts, batch = Experts.of(format, hidden=hidden, intermediate=190, count=5), Batch.of([1, 270, 0, 9, 5], hidden, tokens=280)
     together, prompts = batch.parts(experts), [batch.in_a_prompt(experts, long) for long in (False, True)]
     size = typical(experts, batch)
-    others = {"avx512bf16": [False, True], "amx": [True, True]}.get(isa, [False, False])  # have kernels of their own
-    assert [not torch.equal(prompt, together) for prompt in prompts] == others
+    others = {
+        "avx2": [False, format == Format.RAW],
+        "avx512bf16": [False, True],
+        "amx": [True, True],
+    }  # of their own
+    assert [not torch.equal(prompt, together) for prompt in prompts] == others.get(isa, [False, False])
     for parts in (together, *prompts):
         assert rms(parts - batch.oracle(experts)) <= tolerance(isa, experts, batch.hidden) * size
     for threads in (1, 3):

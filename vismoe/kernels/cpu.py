@@ -81,7 +81,7 @@ _workspace_bytes = function("vismoe_workspace_bytes", [_PLACE, _SIZE, _SIZE, _NU
 _held_bytes = function("vismoe_held_bytes", [], _SIZE)
 _route = function("vismoe_route", [_PLACE, *[_SIZE] * 3, *[_PLACE] * 4], _SIZE)
 _combine = function("vismoe_combine", [_PLACE, _PLACE, _SIZE, _SIZE, _PLACE, _NUMBER, _SIZE], _NUMBER)
-_linear = function("vismoe_linear", [_PLACE, _PLACE, _PLACE, _NUMBER, _SIZE, _PLACE], _NUMBER)
+_linear = function("vismoe_linear", [_PLACE, _PLACE, _PLACE, _NUMBER, _SIZE, _PLACE, _NUMBER], _NUMBER)
 
 
 # ------------------------------------------------------------------ the process's threads
@@ -131,6 +131,11 @@ def available() -> tuple[Isa, ...]:
 def setup() -> KernelSetup:
     """What `start` set; without an earlier call, starts with the defaults."""
     return _setup or start()
+
+
+def long_prompt() -> int:
+    """Tokens of each expert, on average, from which the kernels for long prompts are the quicker ones."""
+    return 64 if setup().isa == "avx2" else 32
 
 
 # ------------------------------------------------------------------ how an expert lies in its record
@@ -377,14 +382,15 @@ def combine(parts: Tensor, tokens: np.ndarray, out: Tensor) -> None:
     refuse(_combine()(*places, pairs, columns, out.data_ptr(), DTYPES.index(out.dtype), out.shape[0]))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, long: bool = False) -> Tensor:
     """x `[n, in]` times weight `[out, in]` transposed, plus bias `[out]`; returns the type of x.
 
-    x: bfloat16, float16 or float32; weight: bfloat16 or float16, contiguous; bias: any of these. For few rows, as in decoding.
+    x: bfloat16, float16 or float32; weight: bfloat16 or float16, contiguous; bias: any of these. For few rows, as in decoding;
+    with `long` by the kernels for long prompts and pictures, where the processor has such, and with other bits.
     """
     rows, inputs = weight.shape
     _check_rows(weight, rows, inputs, DTYPES[:2])
-    return _linear_of(x, Format.RAW, {"codes": weight}, inputs, bias)
+    return _linear_of(x, Format.RAW, {"codes": weight}, inputs, bias, long)
 
 
 def encoded_linear(
@@ -407,7 +413,7 @@ def why_no_linear(encoding: Encoding, parts: Mapping[str, Tensor], inputs: int) 
     return found if isinstance(found, str) else None
 
 
-def _linear_of(x: Tensor, kind: str, parts: Mapping[str, Tensor], inputs: int, bias: Tensor | None) -> Tensor:
+def _linear_of(x: Tensor, kind: str, parts: Mapping[str, Tensor], inputs: int, bias: Tensor | None, long: bool = False) -> Tensor:
     setup()
     x, rows = x.contiguous(), parts["codes"].shape[0]
     _check_rows(x, x.shape[0], inputs, DTYPES)
@@ -416,7 +422,8 @@ def _linear_of(x: Tensor, kind: str, parts: Mapping[str, Tensor], inputs: int, b
         return out
     assert bias is None or (bias.shape == (rows,) and bias.is_contiguous() and bias.device.type == "cpu"), bias.shape
     matrix, base = matrix_of(kind, parts, inputs, bias)
-    refuse(_linear()(ctypes.addressof(matrix), base, x.data_ptr(), DTYPES.index(x.dtype), x.shape[0], out.data_ptr()))
+    call = (ctypes.addressof(matrix), base, x.data_ptr(), DTYPES.index(x.dtype), x.shape[0], out.data_ptr())
+    refuse(_linear()(*call, long))
     return out
 
 

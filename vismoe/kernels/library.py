@@ -15,7 +15,7 @@ from vismoe.errors import ConfigError
 Name = TypeVar("Name", bound=str)
 
 FILE = "vismoe_kernels.so"
-INTERFACE = 21  # as in csrc/interface.cpp
+INTERFACE = 22  # as in csrc/interface.cpp
 FIX = "Fix: pip install . (or make demo) with a C++ compiler installed"
 
 

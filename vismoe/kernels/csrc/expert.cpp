@@ -345,10 +345,11 @@ class PackedJob : public Job {
   }
 
   void pack(const Task& task, const PromptKernels* prompts) {
-    for (std::size_t i = task.begin; prompts == nullptr && i < task.end; i++) {
+    const bool alone = prompts == nullptr || prompts->pack == nullptr;
+    for (std::size_t i = task.begin; alone && i < task.end; i++) {
       kernels_.pack(input_.row(i), input_.dtype, input_.inputs, x_ + i * workspace_.x_bytes);
     }
-    for (std::size_t i = task.begin; prompts != nullptr && i < task.end; i += kGroup) {
+    for (std::size_t i = task.begin; !alone && i < task.end; i += kGroup) {
       const void* rows[kGroup];
       const std::size_t count = std::min(kGroup, task.end - i);
       for (std::size_t k = 0; k < count; k++) rows[k] = input_.row(i + k);
@@ -421,12 +422,12 @@ class ExpertsJob : public PackedJob {
         adding_(outcome != kApart),
         long_(outcome == kAddedOfLong),
         up_left_(s.up_left_of(records.count)) {
-    const bool prompt = adding_ && kernels.prompts != nullptr;
+    const bool prompt = prompts() != nullptr, together = prompt && prompts()->pack != nullptr;
     if (prompt) least_rows_ = kChunkRows;
-    for (std::size_t e = records.used(0); e < records.count && prompt; e = records.used(e + 1)) {
+    for (std::size_t e = records.used(0); e < records.count && together; e = records.used(e + 1)) {
       cut_packing(records.first(e), records.first(e) + records.pairs(e));  // AMX packs rows of one expert together
     }
-    if (!prompt) cut_packing(0, index(records.starts[records.count]));
+    if (!together) cut_packing(0, index(records.starts[records.count]));
     for (std::size_t e = records.used(0); e < records.count; e = records.used(e + 1)) {
       const Expert& expert = records.expert(e);
       const std::size_t factor = expert.gate == kNoGate ? 1 : 2;
@@ -558,10 +559,12 @@ struct BegunExperts : Begun {
 // Products of the same inputs with several matrices, for all of which these kernels compute.
 class LinearsJob : public PackedJob {
  public:
-  LinearsJob(State& s, const Kernels& kernels, const Product* products, std::size_t count, const Input& input, std::size_t rows)
+  LinearsJob(State& s, const Kernels& kernels, const Product* products, std::size_t count, const Input& input, std::size_t rows,
+             bool of_long)
       : PackedJob(s, all_bytes(products, count), kernels, input, rows, Workspace(kernels, input.inputs, 0)),
         products_(products),
-        rows_(rows) {
+        rows_(rows),
+        long_(of_long && kernels.long_linear != nullptr) {
     cut_packing(0, rows);
     for (std::size_t p = 0; p < count; p++) {
       const Matrix& m = *products[p].matrix;
@@ -584,12 +587,19 @@ class LinearsJob : public PackedJob {
     if (task.stage == kPack) return pack(task, nullptr);
     wait_for_inputs();
     const Product& p = products_[task.expert];
-    kernels_.linear(*p.matrix, static_cast<const std::uint8_t*>(p.weight), task.begin, task.end, {x_, rows_, nullptr, nullptr, 0},
-                    p.out, input_.dtype, scratch(thread), next ? place(*next) : Place{});
+    const std::uint8_t* weight = static_cast<const std::uint8_t*>(p.weight);
+    const Tokens tokens{x_, rows_, nullptr, nullptr, 0};
+    const Place later = next ? place(*next) : Place{};
+    if (long_) {
+      kernels_.long_linear(*p.matrix, weight, task.begin, task.end, tokens, p.out, input_.dtype, memory(thread), workspace_.most_inputs, later);
+    } else {
+      kernels_.linear(*p.matrix, weight, task.begin, task.end, tokens, p.out, input_.dtype, scratch(thread), later);
+    }
   }
 
   const Product* products_;
   const std::size_t rows_;
+  const bool long_;
 };
 
 class RestoreJob : public Job {
@@ -893,9 +903,10 @@ VISMOE_API std::int32_t vismoe_experts_end(const float* out, double* ended_s) {
   return ended.outcome;
 }
 
-// The out [n, rows] of each product = x [n, inputs] weight [rows, inputs]^T + bias, in the type of x. Returns 0 or 1, as above.
+// The out [n, rows] of each product = x [n, inputs] weight [rows, inputs]^T + bias, in the type of x. `of_long`: the
+// rows are those of a long prompt or of a picture. Returns 0 or 1, as above.
 VISMOE_API std::int32_t vismoe_linears(const Product* products, std::size_t count, const void* x, std::int32_t dtype,
-                                       std::size_t n) try {
+                                       std::size_t n, std::int32_t of_long) try {
   State& s = the_state();
   const Alone alone(s);
   const auto kernels_of = [&](std::size_t p) -> const Kernels& {
@@ -905,7 +916,7 @@ VISMOE_API std::int32_t vismoe_linears(const Product* products, std::size_t coun
     const Kernels& kernels = kernels_of(begin);
     while (end < count && &kernels_of(end) == &kernels) end++;
     const Input input{x, static_cast<Dtype>(dtype), index(products[begin].matrix->inputs), nullptr};
-    LinearsJob(s, kernels, products + begin, end - begin, input, n).run_all(s);
+    LinearsJob(s, kernels, products + begin, end - begin, input, n, of_long != 0).run_all(s);
   }
   return 0;
 } catch (const std::exception&) {
@@ -913,9 +924,9 @@ VISMOE_API std::int32_t vismoe_linears(const Product* products, std::size_t coun
 }
 
 VISMOE_API std::int32_t vismoe_linear(const Matrix* matrix, const void* weight, const void* x, std::int32_t dtype, std::size_t n,
-                                      void* out) {
+                                      void* out, std::int32_t of_long) {
   const Product product{matrix, weight, out};
-  return vismoe_linears(&product, 1, x, dtype, n);
+  return vismoe_linears(&product, 1, x, dtype, n, of_long);
 }
 
 // out [rows, inputs] of type `dtype` = the weights of a matrix, rounded to type `via` first. Returns 0 or 1, as above.

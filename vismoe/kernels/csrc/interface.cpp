@@ -5,4 +5,4 @@
 
 #include "api.h"
 
-VISMOE_API std::uint32_t vismoe_interface() { return 21; }
+VISMOE_API std::uint32_t vismoe_interface() { return 22; }

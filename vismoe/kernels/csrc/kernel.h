@@ -1094,20 +1094,25 @@ void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::s
   down_by<S>(Products<S, kPrompt>{scratch}, e, record, begin, end, tokens, out, add, scratch.sums, pass, next);
 }
 
+template <class S, class F>
+inline void linear_by(const F& multiply, const Matrix& m, const std::uint8_t* weight, std::size_t begin, std::size_t end,
+                      const Tokens& tokens, void* out, Dtype dtype, float* sums, std::size_t pass, const Place& next) {
+  const std::size_t count = end - begin, columns = static_cast<std::size_t>(m.rows);
+  for (std::size_t first = 0; first < tokens.count; first += pass) {
+    const std::size_t n = least(pass, tokens.count - first);
+    multiply(m, weight, begin, end, row_of<S>(tokens.x, first, static_cast<std::size_t>(m.inputs)), n, next, sums, count);
+    for (std::size_t t = 0; t < n; t++) {
+      add_bias(m, weight, begin, count, sums + t * count);
+      write(out, dtype, (first + t) * columns + begin, sums + t * count, count);
+    }
+  }
+}
+
 template <class S>
 void linear(const Matrix& m, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens& tokens, void* out,
             Dtype dtype, const Scratch& scratch, const Place& next) {
-  const std::size_t count = end - begin, columns = static_cast<std::size_t>(m.rows), pass = Scratch::pass_tokens(count);
-  for (std::size_t first = 0; first < tokens.count; first += pass) {
-    const std::size_t n = least(pass, tokens.count - first);
-    const void* x = row_of<S>(tokens.x, first, static_cast<std::size_t>(m.inputs));
-    multiply<S, false>(m, weight, begin, end, x, n, scratch, next, scratch.sums, count);
-    for (std::size_t t = 0; t < n; t++) {
-      float* sums = scratch.sums + t * count;
-      add_bias(m, weight, begin, count, sums);
-      write(out, dtype, (first + t) * columns + begin, sums, count);
-    }
-  }
+  const std::size_t pass = Scratch::pass_tokens(end - begin);
+  linear_by<S>(Products<S, false>{scratch}, m, weight, begin, end, tokens, out, dtype, scratch.sums, pass, next);
 }
 
 inline void combine(const float* parts, const std::int32_t* rows, std::size_t count, std::size_t columns, void* out, Dtype dtype) {

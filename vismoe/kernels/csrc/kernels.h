@@ -219,11 +219,11 @@ struct PromptAttention {
 using Multiply = void (*)(const Matrix&, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x,
                           std::size_t x_bytes, std::size_t n, const Scratch&, const Place& next, float* y, std::size_t y_stride);
 
-// Functions of a set for prompts with bfloat16 inputs, which may pack inputs in a layout of their own.
+// Functions of a set for prompts, which may pack inputs in bfloat16 in a layout of their own.
 struct PromptKernels {
   // Memory of one thread, which begins with its Scratch.
   std::size_t (*scratch_bytes)(std::size_t inputs);
-  // Turns up to 16 rows, one expert's next ones, into as many packed rows.
+  // Turns up to 16 rows, one expert's next ones, into as many packed rows; null: as those of Kernels.
   void (*pack)(const void* const* rows, std::size_t count, std::size_t inputs, void* packed);
   // As those of Kernels, with h in this layout, too; `down` always adds.
   void (*up)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h,
@@ -264,6 +264,9 @@ struct Kernels {
   // Rows begin .. end of a key head, of a thread with so many bytes of scratch; not of sets with words.
   void (*attend_rows)(const PromptAttention&, std::size_t group, std::size_t begin, std::size_t end, std::uint8_t* scratch);
   std::size_t (*attend_rows_bytes)(const PromptAttention&);
+  // As `linear`, of long prompts and of pictures, with the memory of long_prompts; null: as `linear`.
+  void (*long_linear)(const Matrix&, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens&, void* out,
+                      Dtype dtype, std::uint8_t* scratch, std::size_t most_inputs, const Place& next);
   // Rows of a matrix that a task should have, at most; null: kChunkRows.
   std::size_t (*most_rows)(const Matrix&);
   const PromptKernels* prompts;       // null: those above
@@ -292,7 +295,7 @@ VISMOE_API std::int32_t vismoe_experts(const vismoe::Expert* experts, std::size_
 VISMOE_API std::int32_t vismoe_combine(const float* parts, const std::int32_t* tokens, std::size_t pairs, std::size_t columns,
                                        void* out, std::int32_t dtype, std::size_t count);
 VISMOE_API std::int32_t vismoe_linears(const vismoe::Product* products, std::size_t count, const void* x, std::int32_t dtype,
-                                       std::size_t n);
+                                       std::size_t n, std::int32_t of_long = 0);
 VISMOE_API std::int32_t vismoe_norm(const void* x, const void* weight, void* out, std::size_t rows, std::size_t columns, float eps,
                                     float unit, std::int32_t dtype, const void* other, void* sum);
 VISMOE_API std::int32_t vismoe_rotate(const void* queries, std::size_t query_heads, void* turned_queries, const void* keys,

@@ -76,7 +76,6 @@ struct InVectors {
     Scope() {}
   };
 
-  static std::size_t blocks(std::size_t n, std::size_t most) { return (n + most - 1) / most; }
   // sums[row, weight] of `count` rows of x and of the weights in `groups`.
   static void multiply(const X* rows, std::size_t stride, std::size_t count, const Groups& groups, std::size_t inputs, float* sums,
                        Later& later) {
@@ -85,15 +84,15 @@ struct InVectors {
   }
   static void multiply(const X* rows, std::size_t stride, std::size_t count, const X* weights, std::size_t group, std::size_t outputs,
                        std::size_t inputs, float* sums, std::size_t to_stride, Later& later) {
-    const std::size_t vectors = blocks(outputs, kTile);
-    std::size_t left = blocks(vectors, kMostVectors);
+    const std::size_t vectors = blocks_of(outputs, kTile);
+    std::size_t left = blocks_of(vectors, kMostVectors);
     for (std::size_t v = 0, taken = 0; v < vectors; v += taken, left--) {
-      taken = blocks(vectors - v, left);  // nearly equal
+      taken = blocks_of(vectors - v, left);  // nearly equal
       const __mmask16 last = first16(least(kTile, outputs - (v + taken - 1) * kTile));
       for (std::size_t first = 0; first < inputs; first += kBlockInputs) {
-        std::size_t rows_left = blocks(count, rows_beside(taken));
+        std::size_t rows_left = blocks_of(count, rows_beside(taken));
         for (std::size_t r = 0, some = 0; r < count; r += some, rows_left--) {
-          some = blocks(count - r, rows_left);
+          some = blocks_of(count - r, rows_left);
           const AddLanes add = add_lanes_of(taken, some);
           add(rows + r * stride + first, stride, weights + v * group + first * kTile, group, least(kBlockInputs, inputs - first), first == 0,
               sums + r * to_stride + v * kTile, to_stride, last, later);
@@ -104,8 +103,8 @@ struct InVectors {
 };
 
 // ------------------------------------------------------------------ long prompts
-// Memory of one thread.
-struct LongScratch {
+struct LongProducts {
+  using Set = S;
   RestoredRows restored;  // of sixteen rows
   X* weights;             // [kChunkRows / kTile, inputs, kTile]: the next two inputs of sixteen rows side by side
   float* sums;            // [kWideTokens, 2 * kChunkRows]
@@ -113,66 +112,42 @@ struct LongScratch {
   static std::size_t bytes(std::size_t inputs) {
     return RestoredRows::bytes(inputs, kTile) + kChunkRows * padded(inputs) * sizeof(X) + 2 * kWideTokens * kChunkRows * sizeof(float);
   }
-  static LongScratch at(std::uint8_t* memory, std::size_t inputs) {
+  static LongProducts at(std::uint8_t* memory, std::size_t inputs) {
     X* weights = reinterpret_cast<X*>(memory + RestoredRows::bytes(inputs, kTile));
     return {RestoredRows::at(memory, inputs), weights, reinterpret_cast<float*>(weights + kChunkRows * padded(inputs))};
   }
-};
-
-// Rows begin .. end, at most kChunkRows, restored and as groups.
-void pack_weights(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const LongScratch& scratch) {
-  const std::size_t inputs = static_cast<std::size_t>(m.inputs), width = padded(inputs), row_bytes = static_cast<std::size_t>(m.row_bytes);
-  X* to = scratch.weights;
-  for (std::size_t row = begin; row < end; row += kTile, to += kTile * width) {
-    const std::size_t count = least(kTile, end - row);
-    const void* rows[kTile];
-    for (std::size_t r = 0; r < count; r++) rows[r] = record + m.codes + (row + r) * row_bytes;
-    if (m.encoding != kRawBf16) {
-      restore_any(m, record, row, row + count, scratch.restored, std::make_index_sequence<kEncodings>());
-      for (std::size_t r = 0; r < count; r++) rows[r] = scratch.restored.rows + r * stride_of(inputs);
-    }
-    pack_as_group(rows, count, kTile, m.encoding == kRawBf16 ? inputs : width, width, to);
-  }
-}
-
-// y[token, row - begin] of at most kWideTokens tokens.
-struct LongProducts {
-  const LongScratch& scratch;
+  static bool serves(std::int32_t) { return true; }
 
   void operator()(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x, std::size_t n,
                   const Place& next, float* y, std::size_t y_stride) const {
     const std::size_t inputs = static_cast<std::size_t>(m.inputs), width = padded(inputs);
     for (std::size_t row = begin; row < end; row += kChunkRows, y += kChunkRows) {
       const std::size_t last = least(row + kChunkRows, end);
-      pack_weights(m, record, row, last, scratch);
-      const std::size_t vectors = InVectors::blocks(last - row, kTile), steps = InVectors::blocks(n, rows_beside(vectors)) * (width / kSpan);
-      Later later{last == end ? next.codes : record + m.codes + last * static_cast<std::size_t>(m.row_bytes), 0};
-      later.each = (last - row) * static_cast<std::size_t>(m.row_bytes) / steps + 1;
-      InVectors::multiply(static_cast<const X*>(x), stride_of(inputs), n, scratch.weights, kTile * width, last - row, width, y, y_stride,
-                          later);
+      pack_weights(m, record, row, last);
+      const std::size_t vectors = blocks_of(last - row, kTile), steps = blocks_of(n, rows_beside(vectors)) * (width / kSpan);
+      Later later = Later::behind(m, record, row, last, last == end, next, steps);
+      InVectors::multiply(static_cast<const X*>(x), stride_of(inputs), n, weights, kTile * width, last - row, width, y, y_stride, later);
+    }
+  }
+
+  // Rows begin .. end, at most kChunkRows, restored and as groups.
+  void pack_weights(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end) const {
+    const std::size_t inputs = static_cast<std::size_t>(m.inputs), width = padded(inputs), row_bytes = static_cast<std::size_t>(m.row_bytes);
+    X* to = weights;
+    for (std::size_t row = begin; row < end; row += kTile, to += kTile * width) {
+      const std::size_t count = least(kTile, end - row);
+      const void* rows[kTile];
+      for (std::size_t r = 0; r < count; r++) rows[r] = record + m.codes + (row + r) * row_bytes;
+      if (m.encoding != kRawBf16) {
+        restore_any(m, record, row, row + count, restored, std::make_index_sequence<kEncodings>());
+        for (std::size_t r = 0; r < count; r++) rows[r] = restored.rows + r * stride_of(inputs);
+      }
+      pack_as_group(rows, count, kTile, m.encoding == kRawBf16 ? inputs : width, width, to);
     }
   }
 };
 
-void up_long(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
-             std::uint8_t* memory, std::size_t most_inputs, const Place& next) {
-  const LongScratch scratch = LongScratch::at(memory, most_inputs);
-  up_by<S>(LongProducts{scratch}, e, record, begin, end, tokens, h, scratch.sums, kWideTokens, next);
-}
-
-void down_long(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
-               std::uint8_t* memory, std::size_t most_inputs, const Place& next) {
-  const LongScratch scratch = LongScratch::at(memory, most_inputs);
-  down_by<S>(LongProducts{scratch}, e, record, begin, end, tokens, out, true, scratch.sums, kWideTokens, next);
-}
-
 // ------------------------------------------------------------------ prompts
-void pack_rows(const void* const* rows, std::size_t count, std::size_t inputs, void* packed) {
-  for (std::size_t i = 0; i < count; i++) {
-    pack<S>(rows[i], kBf16, inputs, static_cast<X*>(packed) + i * stride_of(inputs));
-  }
-}
-
 void up_prompt(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
                std::uint8_t* scratch, std::size_t most_inputs, const Place& next) {
   up<S, true>(e, record, begin, end, tokens, h, Scratch::at(scratch, most_inputs), next);
@@ -196,8 +171,8 @@ std::size_t rows_in_streams(const Matrix& m) {
 const Multiply* multiplies_avx512bf16() { return MultiplyTable<S, false, std::make_index_sequence<kEncodings>>::of; }
 
 const Kernels& kernels_avx512bf16() {
-  static const PromptKernels prompts = {Scratch::bytes, pack_rows, up_prompt, down_prompt};
-  static const PromptKernels long_prompts = {LongScratch::bytes, pack_rows, up_long, down_long};
+  static const PromptKernels prompts = {Scratch::bytes, nullptr, up_prompt, down_prompt};
+  static const PromptKernels long_prompts = {LongProducts::bytes, nullptr, up_long<LongProducts>, down_long<LongProducts>};
   static const Kernels kernels = [] {
     Kernels made = kernels_of<S>();
     made.prompts = &prompts;

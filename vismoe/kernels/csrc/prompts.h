@@ -12,6 +12,7 @@
 #pragma once
 
 #include "avx512bf16.h"
+#include "long_prompts.h"
 
 namespace vismoe {
 namespace {
@@ -20,7 +21,6 @@ using X = Avx512Bf16::X;
 
 constexpr std::size_t kTile = 16;         // rows of a group
 constexpr std::size_t kSpan = 32;         // inputs that are packed together
-constexpr std::size_t kWideTokens = 256;  // tokens of one pass over the weights
 
 // Memory of one thread: its Scratch, then restored rows.
 struct RestoredRows {
@@ -43,18 +43,6 @@ struct Groups {
   std::size_t count() const { return (rows + kTile - 1) / kTile; }
   std::size_t size(std::size_t g) const { return least(kTile, rows - g * kTile); }
   const std::uint8_t* group(std::size_t g) const { return at + g * kTile * row_bytes; }
-};
-
-// Later weights, of which `each` bytes are prefetched per step.
-struct Later {
-  const std::uint8_t* at;
-  std::size_t each;
-
-  void step() {
-    if (at == nullptr) return;
-    for (std::size_t b = 0; b < each; b += 64) __builtin_prefetch(at + b, 0, 2);
-    at += each;
-  }
 };
 
 inline __mmask16 first16(std::size_t count) { return static_cast<__mmask16>((1u << count) - 1); }

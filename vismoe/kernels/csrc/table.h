@@ -23,7 +23,7 @@ const Kernels& kernels_of() {
   }
   const auto settled = offers_words<S> ? settle<S> : nullptr;
   static const Kernels kernels = {row_bytes<S>, pack<S>, up<S>, settled, down<S>, linear<S>, restored,
-                                  combine, norm, rotate, choose, attended, merge, attended_rows, attended_bytes, nullptr, nullptr, nullptr};
+                                  combine, norm, rotate, choose, attended, merge, attended_rows, attended_bytes, nullptr, nullptr, nullptr, nullptr};
   return kernels;
 }
 

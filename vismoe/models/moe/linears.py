@@ -5,7 +5,8 @@ closer to that speed than torch's. The change is a `forward` on the module objec
 
 Products of more rows are torch's, which use what the processor has for matrices (AMX) or for bfloat16. Where it has neither,
 torch's take three times as long as the kernels', which then compute any number of rows: of prompts, and of images in a vision
-tower. A convolution whose patches do not overlap is a linear layer of patches there.
+tower. A convolution whose patches do not overlap is a linear layer of patches there. With AVX2 images, and prompts of more tokens
+than one call computes a decoder layer of, have kernels of their own, which add in another order.
 
 Layers that a quantised checkpoint encodes stay encoded, as modules of their own. Where torch computes, their weights are restored
 piece by piece. Of encoded token embeddings the rows of the tokens are restored; a head that is tied to them has the same bytes.
@@ -22,13 +23,14 @@ from torch.utils._pytree import tree_map
 
 from vismoe.formats.encodings import Encoding
 from vismoe.kernels import cpu
+from vismoe.kernels.decoder_layer import MOST_TOKENS
 from vismoe.kernels.restore import restore
 from vismoe.models.family.components import is_vision
 from vismoe.models.moe.own_forward import give_forward, was_given
 from vismoe.models.moe.rows import running_rows
 
 MOST_ROWS = 16
-PIECE_ROWS = 128  # of a product of more rows: a bound of the kernels' memory that costs no speed
+PIECE_ROWS, LONG_PIECE_ROWS = 128, 256  # of a product of more rows: bounds of the kernels' memory that cost no speed
 PIECE_WEIGHTS = 2**23  # of an encoded layer that are restored at once
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -43,12 +45,12 @@ def serve_linears(model: nn.Module) -> tuple[int, int]:
     return decoders, of_vision + give_forward(_modules(model, _splits_into_patches, of_vision=True), _forward_of_patches)
 
 
-def _modules(model: nn.Module, is_one: Callable[[nn.Module], bool], of_vision: bool) -> Iterator[tuple[nn.Module]]:
+def _modules(model: nn.Module, is_one: Callable[[nn.Module], bool], of_vision: bool) -> Iterator[tuple[nn.Module, bool]]:
     for path, module in model.named_modules():
         if is_one(module) and is_vision(path) is of_vision and "forward" not in module.__dict__:
             weight: Any = module.weight
             if weight.device.type == "cpu" and weight.dtype in HALVES:
-                yield (module,)
+                yield module, of_vision
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -68,16 +70,17 @@ def _splits_into_patches(module: Any) -> bool:
     return plain and module.stride == module.kernel_size
 
 
-def _forward(reference: Any, x: torch.Tensor) -> torch.Tensor:
+def _forward(reference: Any, of_vision: bool, x: torch.Tensor) -> torch.Tensor:
     module = reference()
     weight, bias = module.weight, module.bias
     rows = x.numel() // weight.shape[1]
     if not _by_kernels(rows, x, weight):
         return nn.functional.linear(x, weight, bias)
-    return product(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
+    long = of_vision or (x.ndim > 2 and x.shape[-2] > MOST_TOKENS)  # whatever the company of an image or a sequence
+    return product(x.reshape(rows, -1), weight, bias, long).view(*x.shape[:-1], -1)
 
 
-def _forward_of_patches(reference: Any, x: torch.Tensor) -> torch.Tensor:
+def _forward_of_patches(reference: Any, _of_vision: bool, x: torch.Tensor) -> torch.Tensor:
     """x `[n, channels, *sizes]` -> `[n, out, *counts]`, of the whole patches that fit along each size."""
     module = reference()
     weight, size = module.weight, module.kernel_size
@@ -90,7 +93,7 @@ def _forward_of_patches(reference: Any, x: torch.Tensor) -> torch.Tensor:
     cut = x.reshape(*x.shape[:2], *(length for both in zip(counts, size) for length in both))
     places = range(2, cut.ndim, 2)
     patches = cut.permute(0, *places, 1, *(place + 1 for place in places)).reshape(rows, -1)
-    out = product(patches, weight.view(len(weight), -1), module.bias).view(len(x), *counts, -1)
+    out = product(patches, weight.view(len(weight), -1), module.bias, long=True).view(len(x), *counts, -1)
     return out.movedim(-1, 1).contiguous()
 
 
@@ -99,9 +102,10 @@ def _by_kernels(rows: int, x: torch.Tensor, weight: torch.Tensor) -> bool:
     return fits and served(rows) and not torch.is_grad_enabled()
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x weight^T + bias `[rows, out]` by the kernels, of any number of rows."""
-    return _by_pieces(x, len(weight), lambda piece: cpu.linear(piece, weight, bias))
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, long: bool = False) -> torch.Tensor:
+    """x weight^T + bias `[rows, out]` by the kernels, of any number of rows; `long`: of an image or a long prompt."""
+    most = LONG_PIECE_ROWS if long else PIECE_ROWS
+    return _by_pieces(x, len(weight), lambda piece: cpu.linear(piece, weight, bias, long), most)
 
 
 def served(rows: int) -> bool:
@@ -111,12 +115,14 @@ def served(rows: int) -> bool:
     return rows > 0 and (few or cpu.setup().isa in ("avx2", "avx512"))
 
 
-def _by_pieces(x: torch.Tensor, outputs: int, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """product(x) `[rows, outputs]`, of at most PIECE_ROWS rows at once; a row has the same bits in any company."""
-    if len(x) <= PIECE_ROWS:
+def _by_pieces(
+    x: torch.Tensor, outputs: int, product: Callable[[torch.Tensor], torch.Tensor], most: int = PIECE_ROWS
+) -> torch.Tensor:
+    """product(x) `[rows, outputs]`, of at most so many rows at once; a row has the same bits in any company."""
+    if len(x) <= most:
         return product(x)
-    out = x.new_empty(len(x), outputs)
-    for to, piece in zip(out.split(PIECE_ROWS), x.split(PIECE_ROWS), strict=True):
+    out, pieces = x.new_empty(len(x), outputs), -(-len(x) // most)  # of nearly equal size
+    for to, piece in zip(out.tensor_split(pieces), x.tensor_split(pieces), strict=True):
         to.copy_(product(piece))
     return out
 

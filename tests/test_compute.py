@@ -89,9 +89,9 @@ def test_experts_computed_below_a_device_go_to_their_own_tokens(layer, tokens, i
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize(("tokens", "pairs"), [(24, 1), (24, 7), (24, 30), (None, 45)])
+@pytest.mark.parametrize(("tokens", "pairs"), [(24, 1), (24, 7), (24, 30), (compute.LONG_PROMPT * EXPERTS // TOP_K, 45)])
 def test_where_a_call_is_cut_changes_no_bit(layer, monkeypatch, tokens, pairs, in_order):
-    given = batch(tokens or cpu.long_prompt() * EXPERTS // TOP_K)
+    given = batch(tokens)
     whole = outputs(layer, layer.fast, *given, on_host=False, in_order=in_order)
     monkeypatch.setattr(compute, "PAIRS_PER_CALL", pairs)
     assert torch.equal(outputs(layer, layer.fast, *given, on_host=False, in_order=in_order), whole)
@@ -103,7 +103,7 @@ def test_a_prompt_is_long_by_the_tokens_of_its_own_sequence(layer, monkeypatch):
     seen, parts = [], cpu.ExpertKernel.parts
     monkeypatch.setattr(cpu.ExpertKernel, "parts", lambda *a, long=False, **b: (seen.append(long), parts(*a, long=long, **b))[1])
     monkeypatch.setattr(compute, "PAIRS_PER_CALL", 10**6)
-    least = cpu.long_prompt() * EXPERTS // TOP_K
+    least = compute.LONG_PROMPT * EXPERTS // TOP_K
     for sequences in (1, 2, 3):
         for tokens in (least - 1, least):
             hidden, index, factors = batch(sequences * tokens)

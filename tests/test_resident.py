@@ -14,10 +14,10 @@ from transformers import DynamicCache
 
 import vismoe
 from vismoe import VisMoEConfig
-from vismoe.kernels import cpu
 from vismoe.metrics import COUNTERS
 from vismoe.models.family.caches import CACHE, cache_in
 from vismoe.models.load import runtime
+from vismoe.models.moe.compute import LONG_PROMPT
 from vismoe.models.moe.resident import ResidentLayers
 from vismoe.models.moe.step_context import Interrupted
 from vismoe.paging.pager import Pager
@@ -178,7 +178,7 @@ def with_all_experts(twin: Twin) -> Twin:
 
 def test_short_prompts_demand_nothing_where_all_experts_stay(checkpoint, monkeypatch):
     twins, demands = [with_all_experts(Twin(checkpoint, short)) for short in (True, False)], []
-    layers, most = len(twins[0].pager.inventory.layers), cpu.long_prompt() * 12 // 2  # tokens: of 12 experts each chooses 2
+    layers, most = len(twins[0].pager.inventory.layers), LONG_PROMPT * 12 // 2  # tokens: of 12 experts each chooses 2
     demand = twins[0].pager.demand
     monkeypatch.setattr(twins[0].pager, "demand", lambda layer, *args: demands.append(layer) or demand(layer, *args))
     for sequences, tokens, demanded in ((1, 57, []), (3, 40, []), (1, most - 1, []), (1, most, list(range(layers)))):

@@ -42,7 +42,7 @@ from vismoe.kernels import cpu
 from vismoe.kernels.attention import PROMPTS as ATTENDED
 from vismoe.kernels.attention import attend, attend_prompt
 from vismoe.kernels.codecs import codec_of
-from vismoe.models.moe.compute import cuts
+from vismoe.models.moe.compute import LONG_PROMPT, cuts
 from vismoe.pools.advice import in_huge_pages
 from vismoe.trace.synthetic import skewed_trace
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
@@ -273,7 +273,7 @@ class RoutedPrompt:
     def calls(self, kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor) -> Iterator[Call]:
         """Calls that add the experts up as a layer does."""
         addresses, factors, out = addresses_of(slabs), np.ones(len(self.tokens), np.float32), torch.zeros(x.shape)
-        long = len(self.tokens) / EXPERTS_OF_A_LAYER >= cpu.long_prompt()
+        long = len(self.tokens) / EXPERTS_OF_A_LAYER >= LONG_PROMPT
 
         def call(records: np.ndarray) -> None:
             for pairs, experts, starts in cuts(self.starts):

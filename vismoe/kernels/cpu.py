@@ -22,7 +22,8 @@ from those of the same token elsewhere, and still depend on that token and the w
 Matrices in the encodings of published checkpoints (formats/encodings.py) are computed from their codes, which are exact in every
 type: the kernel sums the products of a group of inputs, and multiplies the sum by the group's scale. For the tokens of
 prompts, AVX-512 BF16 restores such weights and rounds them to bfloat16 first, which needs half of the instructions per token.
-For long prompts (`parts` with `long`) it does so with weights in every format, and adds in the order of the inputs.
+For long prompts (`parts` and `linear` with `long`) AVX-512 BF16 does so with weights of experts in every format, and adds in the
+order of the inputs; so does AVX2, without rounding, with raw weights in bfloat16.
 
 Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert.
 """
@@ -131,11 +132,6 @@ def available() -> tuple[Isa, ...]:
 def setup() -> KernelSetup:
     """What `start` set; without an earlier call, starts with the defaults."""
     return _setup or start()
-
-
-def long_prompt() -> int:
-    """Tokens of each expert, on average, from which the kernels for long prompts are the quicker ones."""
-    return 64 if setup().isa == "avx2" else 32
 
 
 # ------------------------------------------------------------------ how an expert lies in its record

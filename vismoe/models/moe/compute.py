@@ -21,6 +21,7 @@ from vismoe.paging.lent import Group, Lending, Lent
 from vismoe.types import ExpertInventory
 
 PAIRS_PER_CALL = 1024  # bounds the intermediate results between an expert's two products
+LONG_PROMPT = 32  # tokens of each expert, on average, from which the CPU kernels for long prompts are the quicker ones
 Call = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -178,8 +179,7 @@ class FastWork:
         return self._parts(records, self._pairs(group.experts), group)
 
     def _added(self, lease: Lending) -> torch.Tensor:
-        out = torch.zeros(self._hidden.shape, dtype=torch.float32)
-        long = self._average / self.sequences >= cpu.long_prompt()
+        out, long = torch.zeros(self._hidden.shape, dtype=torch.float32), self._average / self.sequences >= LONG_PROMPT
         for group in lease.groups(in_order=True):
             records = Records(group.experts, group.addresses, group.precisions)
             for _, call, precisions in self._calls(records, self._pairs(group.experts)):

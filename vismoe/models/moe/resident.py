@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from vismoe.kernels import cpu
 from vismoe.kernels.decoder_layer import Asked, Cached, CalledLayer, DecoderLayer, Ending, LayerChain, run_layers
 from vismoe.kernels.resident import LayerArrays, Outcome, ResidentLayer
-from vismoe.models.moe.compute import FastExperts, TorchExperts
+from vismoe.models.moe.compute import LONG_PROMPT, FastExperts, TorchExperts
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.paging.page_table import RESIDENT
 from vismoe.paging.pager import Computed, Pager, Use
@@ -144,7 +143,7 @@ class ResidentLayers:
         kernels for long prompts, which the one call does not use."""
         if phase is not Phase.PREFILL:
             return Outcome.APART
-        long = pairs >= cpu.long_prompt() * self._pager.inventory.layers[layer].num_experts
+        long = pairs >= LONG_PROMPT * self._pager.inventory.layers[layer].num_experts
         return None if long else Outcome.ADDED
 
     def chain(self, layers: Sequence[tuple[int, DecoderLayer]], places: Sequence[Cached]) -> Chain:

@@ -76,10 +76,9 @@ class Experts:
     def in_another_order(self, isa: str, dtype: torch.dtype, long: bool) -> bool:
         """Whether this instruction set adds raw weights in bfloat16 in an order of their own for the tokens of a long prompt: not
         beside codes that are multiplied as integers, whose set has no such kernels."""
-        kinds = self.kinds or (self,)
-        raw = any(kind.codec.format is Format.RAW and kind.weights[0]["up_proj"].dtype == torch.bfloat16 for kind in kinds)
-        words = dtype == torch.bfloat16 and any(kind.codec.format is not Format.RAW for kind in kinds)
-        return isa == "avx2" and long and raw and not words
+        found = {cpu.ENCODINGS[matrix.encoding] for each in self.kernel._experts for matrix in (each.up, each.down)}
+        integers = found - {torch.bfloat16, torch.float16, "fp8"} and torch.float16 not in found and dtype == torch.bfloat16
+        return isa == "avx2" and long and torch.bfloat16 in found and not integers
 
     @cached_property
     def kernel(self) -> cpu.ExpertKernel:

@@ -2,8 +2,8 @@
 
 One call computes all experts of a layer for one batch, in one format or in several. A kernel decodes weights in registers and
 reads them once for up to 64 tokens of an expert, of long prompts 256; sums are float32. The result for a token depends on the
-weights, that token, and whether it is one of a prompt, or of a long one: not on the number of threads, the other experts of a
-call, or the other tokens. Calls from several Python threads run one after another.
+weights, that token, whether it is one of a prompt, or of a long one, and the formats of the kernel: not on the number of threads,
+the other experts of a call, or the other tokens. Calls from several Python threads run one after another.
 
 With bfloat16 inputs on AVX-512 BF16, products are of bfloat16 pairs: the kernel rounds the weights of the integer formats to
 bfloat16 after scaling, rounds the activation's result once, and treats denormals as zero.
@@ -22,8 +22,8 @@ from those of the same token elsewhere, and still depend on that token and the w
 Matrices in the encodings of published checkpoints (formats/encodings.py) are computed from their codes, which are exact in every
 type: the kernel sums the products of a group of inputs, and multiplies the sum by the group's scale. For the tokens of
 prompts, AVX-512 BF16 restores such weights and rounds them to bfloat16 first, which needs half of the instructions per token.
-For long prompts (`parts` and `linear` with `long`) AVX-512 BF16 does so with weights of experts in every format, and adds in the
-order of the inputs; so does AVX2, without rounding, with raw weights in bfloat16.
+For long prompts (`parts` with `long`) AVX-512 BF16 does so with weights in every format, and adds in the order of the inputs.
+AVX2 adds raw weights in bfloat16 in that order, also in a `linear` with `long`, unless another format of the kernel has integers.
 
 Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert.
 """
@@ -378,19 +378,24 @@ def combine(parts: Tensor, tokens: np.ndarray, out: Tensor) -> None:
     refuse(_combine()(*places, pairs, columns, out.data_ptr(), DTYPES.index(out.dtype), out.shape[0]))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, long: bool = False) -> Tensor:
-    """x `[n, in]` times weight `[out, in]` transposed, plus bias `[out]`; returns the type of x.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, long: bool = False, out: Tensor | None = None) -> Tensor:
+    """x `[n, in]` times weight `[out, in]` transposed, plus bias `[out]`, in the type of x; `out` `[n, out]`: where it goes.
 
     x: bfloat16, float16 or float32; weight: bfloat16 or float16, contiguous; bias: any of these. For few rows, as in decoding;
     with `long` by the kernels for long prompts and pictures, where the processor has such, and with other bits.
     """
     rows, inputs = weight.shape
     _check_rows(weight, rows, inputs, DTYPES[:2])
-    return _linear_of(x, Format.RAW, {"codes": weight}, inputs, bias, long)
+    return _linear_of(x, Format.RAW, {"codes": weight}, inputs, bias, out, long)
 
 
 def encoded_linear(
-    x: Tensor, encoding: Encoding | Format, parts: Mapping[str, Tensor], inputs: int, bias: Tensor | None = None
+    x: Tensor,
+    encoding: Encoding | Format,
+    parts: Mapping[str, Tensor],
+    inputs: int,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The same for a weight `[out, inputs]` in an encoding of a checkpoint or an integer format, for any number of rows.
 
@@ -399,7 +404,7 @@ def encoded_linear(
     """
     for part in parts.values():
         _check_rows(part, parts["codes"].shape[0], part.shape[1], NUMBERS)
-    return _linear_of(x, encoding if isinstance(encoding, Format) else encoding.name, parts, inputs, bias)
+    return _linear_of(x, encoding if isinstance(encoding, Format) else encoding.name, parts, inputs, bias, out)
 
 
 def why_no_linear(encoding: Encoding, parts: Mapping[str, Tensor], inputs: int) -> str | None:
@@ -409,11 +414,20 @@ def why_no_linear(encoding: Encoding, parts: Mapping[str, Tensor], inputs: int) 
     return found if isinstance(found, str) else None
 
 
-def _linear_of(x: Tensor, kind: str, parts: Mapping[str, Tensor], inputs: int, bias: Tensor | None, long: bool = False) -> Tensor:
+def _linear_of(
+    x: Tensor,
+    kind: str,
+    parts: Mapping[str, Tensor],
+    inputs: int,
+    bias: Tensor | None,
+    out: Tensor | None,
+    long: bool = False,
+) -> Tensor:
     setup()
     x, rows = x.contiguous(), parts["codes"].shape[0]
     _check_rows(x, x.shape[0], inputs, DTYPES)
-    out = torch.empty(x.shape[0], rows, dtype=x.dtype)
+    out = torch.empty(x.shape[0], rows, dtype=x.dtype) if out is None else out
+    _check_rows(out, x.shape[0], rows, (x.dtype,))
     if out.numel() == 0:
         return out
     assert bias is None or (bias.shape == (rows,) and bias.is_contiguous() and bias.device.type == "cpu"), bias.shape

@@ -423,7 +423,7 @@ class ExpertsJob : public PackedJob {
         long_(outcome == kAddedOfLong),
         up_left_(s.up_left_of(records.count)) {
     const bool prompt = prompts() != nullptr, together = prompt && prompts()->pack != nullptr;
-    if (prompt) least_rows_ = kChunkRows;
+    if (adding_ && kernels.prompts != nullptr) least_rows_ = kChunkRows;
     for (std::size_t e = records.used(0); e < records.count && together; e = records.used(e + 1)) {
       cut_packing(records.first(e), records.first(e) + records.pairs(e));  // AMX packs rows of one expert together
     }
@@ -568,7 +568,7 @@ class LinearsJob : public PackedJob {
     cut_packing(0, rows);
     for (std::size_t p = 0; p < count; p++) {
       const Matrix& m = *products[p].matrix;
-      cut(kProduct, index(m.rows), m.read_bytes(), p, 1, most_outputs(m, rows));
+      cut(kProduct, index(m.rows), m.read_bytes(), p, 1, long_ ? kChunkRows : most_outputs(m, rows));
     }
   }
 

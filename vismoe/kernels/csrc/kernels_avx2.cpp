@@ -65,7 +65,12 @@ void add_tile(const float* weights, const float* x, std::size_t stride, std::siz
               std::size_t to_stride, Later& later) {
   __m256 sums[N][2];
 #pragma GCC unroll 8
-  for (std::size_t n = 0; n < N; n++) sums[n][0] = sums[n][1] = _mm256_setzero_ps();
+  for (std::size_t n = 0; n < N; n++) {
+#pragma GCC unroll 2
+    for (std::size_t half = 0; half < 2; half++) {
+      sums[n][half] = first ? _mm256_setzero_ps() : _mm256_loadu_ps(to + n * to_stride + 8 * half);
+    }
+  }
   for (std::size_t k = 0; k < inputs; k += kSpan) {
 #pragma GCC unroll 4
     for (std::size_t j = 0; j < kSpan; j++, weights += kTile) {
@@ -82,22 +87,20 @@ void add_tile(const float* weights, const float* x, std::size_t stride, std::siz
 #pragma GCC unroll 8
   for (std::size_t n = 0; n < N; n++) {
 #pragma GCC unroll 2
-    for (std::size_t half = 0; half < 2; half++) {
-      float* of = to + n * to_stride + 8 * half;
-      _mm256_storeu_ps(of, first ? sums[n][half] : _mm256_add_ps(_mm256_loadu_ps(of), sums[n][half]));
-    }
+    for (std::size_t half = 0; half < 2; half++) _mm256_storeu_ps(to + n * to_stride + 8 * half, sums[n][half]);
   }
 }
 
 struct LanesOfFloats {
   using Set = Avx2;
-  float *weights, *sums;  // [kBlockInputs, kTile]
+  float *weights, *sums;  // [kBlockInputs, kTile]; both lie where other tasks of the thread have their Scratch
 
   static std::size_t bytes(std::size_t inputs) {
-    return round_up(Scratch::bytes(inputs), kAlignment) + (kBlockInputs * kTile + 2 * kWideTokens * kChunkRows) * sizeof(float);
+    const std::size_t own = (kBlockInputs * kTile + 2 * kWideTokens * kChunkRows) * sizeof(float);
+    return own > Scratch::bytes(inputs) ? own : Scratch::bytes(inputs);
   }
-  static LanesOfFloats at(std::uint8_t* memory, std::size_t inputs) {
-    float* weights = reinterpret_cast<float*>(memory + round_up(Scratch::bytes(inputs), kAlignment));
+  static LanesOfFloats at(std::uint8_t* memory, std::size_t) {
+    float* weights = reinterpret_cast<float*>(memory);
     return {weights, weights + kBlockInputs * kTile};
   }
   static bool serves(std::int32_t encoding) { return encoding == kRawBf16; }

@@ -5,8 +5,8 @@ closer to that speed than torch's. The change is a `forward` on the module objec
 
 Products of more rows are torch's, which use what the processor has for matrices (AMX) or for bfloat16. Where it has neither,
 torch's take three times as long as the kernels', which then compute any number of rows: of prompts, and of images in a vision
-tower. A convolution whose patches do not overlap is a linear layer of patches there. With AVX2 images, and prompts of more tokens
-than one call computes a decoder layer of, have kernels of their own, which add in another order.
+tower. A convolution whose patches do not overlap is a linear layer of patches there. With AVX2 images, and the rows of prompts
+`[..., T, H]` of more tokens than one call computes a decoder layer of, have kernels of their own, which add in another order.
 
 Layers that a quantised checkpoint encodes stay encoded, as modules of their own. Where torch computes, their weights are restored
 piece by piece. Of encoded token embeddings the rows of the tokens are restored; a head that is tied to them has the same bytes.
@@ -105,7 +105,7 @@ def _by_kernels(rows: int, x: torch.Tensor, weight: torch.Tensor) -> bool:
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, long: bool = False) -> torch.Tensor:
     """x weight^T + bias `[rows, out]` by the kernels, of any number of rows; `long`: of an image or a long prompt."""
     most = LONG_PIECE_ROWS if long else PIECE_ROWS
-    return _by_pieces(x, len(weight), lambda piece: cpu.linear(piece, weight, bias, long), most)
+    return _by_pieces(x, len(weight), lambda piece, out: cpu.linear(piece, weight, bias, long, out), most)
 
 
 def served(rows: int) -> bool:
@@ -116,14 +116,13 @@ def served(rows: int) -> bool:
 
 
 def _by_pieces(
-    x: torch.Tensor, outputs: int, product: Callable[[torch.Tensor], torch.Tensor], most: int = PIECE_ROWS
+    x: torch.Tensor, outputs: int, product: Callable[[torch.Tensor, torch.Tensor], Any], most: int = PIECE_ROWS
 ) -> torch.Tensor:
-    """product(x) `[rows, outputs]`, of at most so many rows at once; a row has the same bits in any company."""
-    if len(x) <= most:
-        return product(x)
+    """The `[rows, outputs]` that product(rows of x, rows of it) writes, at most so many rows at once; a row has the same bits in
+    any company."""
     out, pieces = x.new_empty(len(x), outputs), -(-len(x) // most)  # of nearly equal size
     for to, piece in zip(out.tensor_split(pieces), x.tensor_split(pieces), strict=True):
-        to.copy_(product(piece))
+        product(piece, to)
     return out
 
 
@@ -200,8 +199,8 @@ class EncodedLinear(EncodedModule):
         rows, parts = x.reshape(count, self.in_features), self.parts
         if served(count):
 
-            def product(piece: torch.Tensor) -> torch.Tensor:
-                return cpu.encoded_linear(piece, self.encoding, parts, self.in_features, self.bias)
+            def product(piece: torch.Tensor, out: torch.Tensor) -> None:
+                cpu.encoded_linear(piece, self.encoding, parts, self.in_features, self.bias, out)
 
             return _by_pieces(rows, self.out_features, product).view(*x.shape[:-1], -1)
         out = x.new_empty(count, self.out_features)

@@ -34,8 +34,8 @@ inline void transpose(__m256i (&v)[8]) {
   }
 }
 
-// The inputs first .. first + count, up to a multiple of kSpan and zeros after the last, of eight rows of bfloat16; zeros for rows
-// that are not there: to[input, row], kTile apart.
+// to[input, row], kTile apart, = the `count` inputs from `rows` on of eight rows of bfloat16: zeros for rows behind the first `there`,
+// and for inputs behind the last up to a multiple of kSpan.
 void pack_eight(const std::uint16_t* rows, std::size_t row_stride, std::size_t there, std::size_t count, float* to) {
   alignas(kAlignment) std::uint16_t rest[kSpan] = {};
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));

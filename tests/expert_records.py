@@ -74,11 +74,12 @@ class Experts:
         return dtype == torch.bfloat16 and not fp16 and (isa == "amx" or (isa == "avx512bf16" and (long or encoded)))
 
     def in_another_order(self, isa: str, dtype: torch.dtype, long: bool) -> bool:
-        """Whether this instruction set adds raw weights in bfloat16 in an order of their own for the tokens of a long prompt: not
-        beside codes that are multiplied as integers, whose set has no such kernels."""
+        """Whether this instruction set adds in another order for the tokens of a long prompt: raw weights in bfloat16, and codes
+        that it multiplies as integers, if 32 inputs or more share a scale."""
         found = {cpu.ENCODINGS[matrix.encoding] for each in self.kernel._experts for matrix in (each.up, each.down)}
-        integers = found - {torch.bfloat16, torch.float16, "fp8"} and torch.float16 not in found and dtype == torch.bfloat16
-        return isa == "avx2" and long and torch.bfloat16 in found and not integers
+        integers = dtype == torch.bfloat16 and torch.float16 not in found
+        others = {torch.float16, "fp8", "nvfp4", "q6_k", "q2_k", "q3_k"} if integers else set(cpu.ENCODINGS[1:])
+        return isa == "avx2" and long and bool(found - others)
 
     @cached_property
     def kernel(self) -> cpu.ExpertKernel:

@@ -1,6 +1,7 @@
 """The CPU kernels on matrices as published checkpoints encode them, against float64 of the values that the encodings define."""
 
 import ctypes
+import itertools
 from functools import partial
 
 import numpy as np
@@ -108,9 +109,9 @@ def test_no_byte_behind_the_page_of_a_section_is_read(isa, kind):
     kept = {name: Guarded(part.contiguous().view(torch.uint8).flatten()) for name, part in parts.items()}
     guarded = {name: kept[name].bytes.view(part.dtype).view(part.shape) for name, part in parts.items()}
     x = torch.randn(20, inputs).bfloat16()
-    for count in (1, 3, 12, 13, 20):
-        expected = cpu.encoded_linear(x[:count], encoding, parts, inputs)
-        assert torch.equal(cpu.encoded_linear(x[:count], encoding, guarded, inputs), expected)
+    for count, long in itertools.product((1, 3, 12, 13, 20), (False, True)):
+        expected = cpu.encoded_linear(x[:count], encoding, parts, inputs, long=long)
+        assert torch.equal(cpu.encoded_linear(x[:count], encoding, guarded, inputs, long=long), expected)
 
 
 @each_encoding
@@ -149,15 +150,16 @@ def test_rows_of_whole_spans_have_one_result_in_any_company(encoding, spans, row
     x = x.bfloat16()
     values, few = kind.values(parts, inputs).double(), {name: part[: -(-rows // 3)] for name, part in parts.items()}
     oracle, size = x.double() @ values.T, x.double().norm(dim=1)[:, None] * values.square().mean(dim=1).sqrt()
-    for isa in cpu.available():
+    for isa, long in itertools.product(cpu.available(), (False, True)):
         cpu.start(2, isa)
-        together = cpu.encoded_linear(x, kind, parts, inputs)
+        linear = partial(cpu.encoded_linear, encoding=kind, inputs=inputs, long=long)
+        together = linear(x, parts=parts)
         assert ((together - oracle).abs() <= 2**-8 * oracle.abs() + 1e-3 * size).all(), isa  # rounded once, to 8 bits
-        assert torch.equal(cpu.encoded_linear(x, kind, few, inputs), together[:, : -(-rows // 3)]), isa
+        assert torch.equal(linear(x, parts=few), together[:, : -(-rows // 3)]), isa
         for token in (0, tokens // 2, tokens - 1):
-            assert torch.equal(cpu.encoded_linear(x[token : token + 1], kind, parts, inputs)[0], together[token]), isa
+            assert torch.equal(linear(x[token : token + 1], parts=parts)[0], together[token]), isa
         cpu.start(1, isa)
-        assert torch.equal(cpu.encoded_linear(x, kind, parts, inputs), together), isa
+        assert torch.equal(linear(x, parts=parts), together), isa
     cpu.start()
 
 
@@ -220,10 +222,10 @@ def test_extreme_codes_and_scales_mean_what_the_encoding_says(isa, encoding):
     else:
         scale[2:5, 0] = torch.tensor([torch.inf, torch.nan, 0.0]).to(scale.dtype)
     values = kind.values(parts, inputs)
-    for dtype in DTYPES[::2]:
+    for dtype, long in itertools.product(DTYPES[::2], (False, True)):
         products = torch.eye(inputs).double() @ values.double().T  # of zero and infinity, too
         oracle = (values.T if "mxfp4" in encoding else products).to(dtype)  # whose scales are finite where a value is not
-        result = cpu.encoded_linear(torch.eye(inputs, dtype=dtype), kind, parts, inputs)
+        result = cpu.encoded_linear(torch.eye(inputs, dtype=dtype), kind, parts, inputs, long=long)
         assert torch.equal(result.isfinite(), oracle.isfinite()) and oracle.isfinite().any(0)[[0, 6, 7]].any()
         if encoding in MINIMA:
             close = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
@@ -237,7 +239,8 @@ def test_extreme_codes_and_scales_mean_what_the_encoding_says(isa, encoding):
 def test_a_linear_is_what_the_oracle_says(isa, kind):
     """For any number of rows, with and without bias."""
     seeded(4)
-    for rows, inputs, outputs in ((1, 256, 67), (7, 512, 4), (70, 256, 33)):
+    sizes = ((1, 256, 67), (7, 512, 4), (70, 256, 33), (9, 4352, 3))
+    for (rows, inputs, outputs), long in itertools.product(sizes, (False, True)):
         if kind in FORMATS:
             per_byte = {Format.INT8: 1, Format.INT4: 2, Format.INT2: 4}[kind]
             groups = inputs // (64 if kind is Format.INT2 else 128)
@@ -252,8 +255,8 @@ def test_a_linear_is_what_the_oracle_says(isa, kind):
             x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
             oracle, size = x.double() @ values.double().T, (x.double() ** 2 @ values.double().T ** 2).mean().sqrt()
             close = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-            assert rms(cpu.encoded_linear(x, encoding, parts, inputs) - oracle) <= close * size
-            result = cpu.encoded_linear(x, encoding, parts, inputs, bias)
+            assert rms(cpu.encoded_linear(x, encoding, parts, inputs, None, long) - oracle) <= close * size
+            result = cpu.encoded_linear(x, encoding, parts, inputs, bias, long)
             assert result.dtype == dtype and rms(result - oracle - bias) <= close * (size + 1)
 
 

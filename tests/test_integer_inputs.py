@@ -1,6 +1,8 @@
 """Inputs that AVX2, AVX-512 without BF16, and AMX round to integers of 16 bits: outliers, sizes far apart, and numbers that fit
 in no scale; on every set."""
 
+import itertools
+
 import pytest
 import reference
 import torch
@@ -67,23 +69,26 @@ def test_rounded_inputs_keep_the_error_contract(kind, within, across, form, seed
     eager *= torch.from_numpy(batch.factors)[:, None]
     for isa in cpu.available():
         cpu.start(2, isa)
-        assert rms(error := batch.parts(experts) - oracle) <= 1.05 * rms(eager - oracle), (isa, rms(error))
+        for parts in (batch.parts(experts), batch.in_a_prompt(experts, long=True)):
+            assert rms(error := parts - oracle) <= 1.05 * rms(eager - oracle), (isa, rms(error))
     cpu.start()
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("inputs", [1, 100, 130, 640])
-def test_a_power_of_two_scales_results_to_the_bit(isa, inputs):
+def test_a_power_of_two_scales_results_to_the_bit(isa, inputs, long):
     """So every row has scales of its own, whatever its size."""
     torch.manual_seed(1)
     parts, _ = linear_of(9, inputs)
     x = torch.randn(5, inputs).bfloat16()
-    result = cpu.encoded_linear(x, Format.INT4, parts, inputs)
+    result = cpu.encoded_linear(x, Format.INT4, parts, inputs, long=long)
     for power in (-80, -20, -1, 3, 40, 100):
-        scaled = cpu.encoded_linear((x.double() * 2.0**power).bfloat16(), Format.INT4, parts, inputs)
+        scaled = cpu.encoded_linear((x.double() * 2.0**power).bfloat16(), Format.INT4, parts, inputs, long=long)
         assert torch.equal(scaled, (result.double() * 2.0**power).bfloat16())
 
 
-def test_units_of_very_different_sizes_stay_exact_and_finite(isa):
+@pytest.mark.parametrize("long", [False, True])
+def test_units_of_very_different_sizes_stay_exact_and_finite(isa, long):
     """128 inputs that are far smaller or larger than those before them, or zero."""
     torch.manual_seed(2)
     parts, weights = linear_of(8, 1024)
@@ -93,19 +98,20 @@ def test_units_of_very_different_sizes_stay_exact_and_finite(isa):
     x = units.flatten(1).bfloat16()
     oracle = x.double() @ weights.double().T
     size = (x.double() ** 2 @ weights.double().T ** 2).sqrt()
-    assert ((cpu.encoded_linear(x, Format.INT4, parts, 1024) - oracle).abs() <= 1e-2 * size + 1e-37).all()
-    assert not cpu.encoded_linear(torch.zeros(2, 1024).bfloat16(), Format.INT4, parts, 1024).any()
+    assert ((cpu.encoded_linear(x, Format.INT4, parts, 1024, long=long) - oracle).abs() <= 1e-2 * size + 1e-37).all()
+    assert not cpu.encoded_linear(torch.zeros(2, 1024).bfloat16(), Format.INT4, parts, 1024, long=long).any()
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("encoding", ["q4_k", "q6_k", "mxfp4", "w4", "w8", "fp8", "iq4_xs", "q4_1"])
-def test_what_is_not_finite_poisons_its_own_row(isa, encoding, poison):
+def test_what_is_not_finite_poisons_its_own_row(isa, encoding, poison, long):
     """Wherever it stands: in the first or last of the units, before and behind zeros."""
     torch.manual_seed(3)
     parts, x = random_parts(ENCODINGS[encoding], 8, 512), torch.randn(6, 512).bfloat16()
-    clean = cpu.encoded_linear(x, ENCODINGS[encoding], parts, 512)
+    clean = cpu.encoded_linear(x, ENCODINGS[encoding], parts, 512, long=long)
     x[1, 0], x[3, 511], x[4, 200], x[4, 256:] = poison, poison, poison, 0
-    poisoned = cpu.encoded_linear(x, ENCODINGS[encoding], parts, 512)
+    poisoned = cpu.encoded_linear(x, ENCODINGS[encoding], parts, 512, long=long)
     theirs = torch.tensor([1, 3, 4])
     assert torch.equal(poisoned[[0, 2, 5]], clean[[0, 2, 5]])
     assert not poisoned[theirs].isfinite().all(1).any()
@@ -123,9 +129,9 @@ def test_the_largest_products_of_codes_and_their_scales_fit_in_a_sum(isa, kind, 
     parts = {"codes": blocks.view(rows, -1)}
     assert (encoding.values(parts, inputs) == least).all()
     largest = 255 / 128  # of which bfloat16 has all bits
-    for sign in (1, -1):
+    for sign, long in itertools.product((1, -1), (False, True)):
         x = torch.full((tokens, inputs), sign * largest).bfloat16()
-        result = cpu.encoded_linear(x, encoding, parts, inputs)
+        result = cpu.encoded_linear(x, encoding, parts, inputs, long=long)
         assert torch.equal(result, torch.full_like(result, sign * largest * least * inputs))
 
 

@@ -143,11 +143,7 @@ def test_a_result_depends_on_its_own_token_and_expert_only(isa, format, hidden):
     experts, batch = Experts.of(format, hidden=hidden, intermediate=190, count=5), Batch.of([1, 270, 0, 9, 5], hidden, tokens=280)
     together, prompts = batch.parts(experts), [batch.in_a_prompt(experts, long) for long in (False, True)]
     size = typical(experts, batch)
-    others = {
-        "avx2": [False, format == Format.RAW],
-        "avx512bf16": [False, True],
-        "amx": [True, True],
-    }  # of their own
+    others = {"avx2": [False, True], "avx512bf16": [False, True], "amx": [True, True]}  # have kernels of their own
     assert [not torch.equal(prompt, together) for prompt in prompts] == others.get(isa, [False, False])
     for parts in (together, *prompts):
         assert rms(parts - batch.oracle(experts)) <= tolerance(isa, experts, batch.hidden) * size
@@ -182,9 +178,10 @@ def test_experts_of_two_formats_in_one_call_are_those_of_calls_by_format(isa, fo
     of_pair = torch.from_numpy(np.repeat(precisions, np.diff(batch.starts)))
     parts = batch.parts(experts)
     assert torch.equal(parts, alone[of_pair, torch.arange(80)])
-    alone_in_prompts = torch.stack([batch.in_a_prompt(kind) for kind in kinds])
-    begun, added = torch.randn(80, 330), batch.in_a_prompt(experts)
-    assert torch.equal(added, alone_in_prompts[of_pair, torch.arange(80)])
+    for long in (True, False):
+        alone_in_prompts = torch.stack([batch.in_a_prompt(kind, long) for kind in kinds])
+        begun, added = torch.randn(80, 330), batch.in_a_prompt(experts, long)
+        assert torch.equal(added, alone_in_prompts[of_pair, torch.arange(80)])
     expected = begun.clone()
     reference.add(added, torch.from_numpy(batch.tokens), expected)
     assert torch.equal(batch.added(experts, begun), expected)

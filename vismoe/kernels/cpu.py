@@ -23,7 +23,7 @@ Matrices in the encodings of published checkpoints (formats/encodings.py) are co
 type: the kernel sums the products of a group of inputs, and multiplies the sum by the group's scale. For the tokens of
 prompts, AVX-512 BF16 restores such weights and rounds them to bfloat16 first, which needs half of the instructions per token.
 For long prompts (`parts` with `long`) AVX-512 BF16 does so with weights in every format, and adds in the order of the inputs.
-AVX2 adds raw weights in bfloat16 in that order, also in a `linear` with `long`, unless another format of the kernel has integers.
+AVX2 adds raw weights in bfloat16, and integers of which 32 or more share a scale, in that order, also in a linear with `long`.
 
 Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert.
 """
@@ -386,7 +386,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, long: bool = F
     """
     rows, inputs = weight.shape
     _check_rows(weight, rows, inputs, DTYPES[:2])
-    return _linear_of(x, Format.RAW, {"codes": weight}, inputs, bias, out, long)
+    return _linear_of(x, Format.RAW, {"codes": weight}, inputs, bias, long, out)
 
 
 def encoded_linear(
@@ -395,16 +395,17 @@ def encoded_linear(
     parts: Mapping[str, Tensor],
     inputs: int,
     bias: Tensor | None = None,
+    long: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The same for a weight `[out, inputs]` in an encoding of a checkpoint or an integer format, for any number of rows.
+    """The same for a weight `[out, inputs]` in an encoding of a checkpoint or an integer format.
 
     parts: the tensors that the encoding has, "codes" among them (formats/encodings.py); of an integer format codes, scale and
     offset (formats/affine.py). All contiguous. Raises ConfigError for groups that the kernels cannot read.
     """
     for part in parts.values():
         _check_rows(part, parts["codes"].shape[0], part.shape[1], NUMBERS)
-    return _linear_of(x, encoding if isinstance(encoding, Format) else encoding.name, parts, inputs, bias, out)
+    return _linear_of(x, encoding if isinstance(encoding, Format) else encoding.name, parts, inputs, bias, long, out)
 
 
 def why_no_linear(encoding: Encoding, parts: Mapping[str, Tensor], inputs: int) -> str | None:
@@ -420,8 +421,8 @@ def _linear_of(
     parts: Mapping[str, Tensor],
     inputs: int,
     bias: Tensor | None,
+    long: bool,
     out: Tensor | None,
-    long: bool = False,
 ) -> Tensor:
     setup()
     x, rows = x.contiguous(), parts["codes"].shape[0]

@@ -1,6 +1,7 @@
-// AVX2 for bfloat16 inputs: weights that are integers are multiplied as integers of 16 bits, others in float32.
+// AVX2 for bfloat16 inputs: weights that are integers are multiplied as integers of 16 bits, others in float32. For long prompts
+// they lie in the lanes of vectors, as words.
 
-#include "avx2.h"
+#include "lanes_avx2.h"
 #include "words.h"
 
 namespace vismoe {
@@ -82,8 +83,223 @@ struct Avx2Words : WordSums<Avx2> {
   using Decoder = WordDecoder<Avx2Words, E>;
 };
 
+// ------------------------------------------------------------------ long prompts and pictures
+// to[pair of inputs, row], kTile rows apart, = the words of the codes of eight rows, [8, stride].
+void pack_words(const std::uint8_t* codes, std::size_t stride, std::size_t count, std::int16_t* to) {
+  for (std::size_t k = 0; k < count; k += Avx2Words::kLanes, to += Avx2Words::kLanes * kTile) {
+    __m256i v[8];
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < 8; r++) v[r] = Avx2Words::signed_bytes(codes + r * stride + k);
+    transpose(v);
+#pragma GCC unroll 8
+    for (std::size_t p = 0; p < 8; p++) Avx2Words::store(to + 2 * p * kTile, v[p]);
+  }
+}
+
+// to[step, row], kTile apart, = the numbers of eight rows, [8, steps], times a number.
+void pack_steps(const float* rows, std::size_t steps, float times, float* to) {
+  for (std::size_t s = 0; s < steps; s += 8, to += 8 * kTile) {
+    __m256i v[8];
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < 8; r++) {
+      v[r] = _mm256_castps_si256(_mm256_mul_ps(Avx2::load(rows + r * steps + s), Avx2::every(&times)));
+    }
+    transpose(v);
+#pragma GCC unroll 8
+    for (std::size_t i = 0; i < 8; i++) Avx2::store(to + i * kTile, _mm256_castsi256_ps(v[i]));
+  }
+}
+
+// to[token, row], `to_stride` apart, = the sums of `inputs` words from `first` on, or += those where they aren't the first. `t`:
+// the first token. The products of every kStep are added as integers, which stay below 2^30 (128 words of 15 bits and codes of 7,
+// and their signs), and these sums as numbers, times the scales, [steps, kTile], and the scale of the token's unit.
+template <std::size_t kStep, std::size_t N>
+void add_words(const std::int16_t* weights, const float* scales, const Inputs<std::int16_t>& in, std::size_t t, std::size_t first,
+               std::size_t inputs, float* to, std::size_t to_stride, Later& later) {
+  constexpr std::size_t kPairs = 8;  // of inputs in a round of the inner loop
+  for (std::size_t k = first; k < first + inputs; k += kStep, scales += kTile) {
+    __m256i parts[N][2];
+#pragma GCC unroll 8
+    for (std::size_t n = 0; n < N; n++) parts[n][0] = parts[n][1] = _mm256_setzero_si256();
+    for (std::size_t i = k; i < k + kStep; i += 2 * kPairs) {
+#pragma GCC unroll 8
+      for (std::size_t p = 0; p < kPairs; p++, weights += 2 * kTile) {
+        const __m256i low = Avx2Words::load(weights), high = Avx2Words::load(weights + kTile);
+#pragma GCC unroll 8
+        for (std::size_t n = 0; n < N; n++) {
+          std::int32_t pair;
+          std::memcpy(&pair, in.x + (t + n) * in.stride + i + 2 * p, sizeof pair);
+          const __m256i same = _mm256_set1_epi32(pair);
+          parts[n][0] = _mm256_add_epi32(parts[n][0], _mm256_madd_epi16(same, low));
+          parts[n][1] = _mm256_add_epi32(parts[n][1], _mm256_madd_epi16(same, high));
+          asm("" : "+x"(parts[n][0]), "+x"(parts[n][1]));  // in registers, one after the other
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (std::size_t n = 0; n < N; n++) {
+      const __m256 of_token = Avx2::every(in.scales(t + n) + k / kUnit);
+#pragma GCC unroll 2
+      for (std::size_t half = 0; half < 2; half++) {
+        float* sums = to + n * to_stride + 8 * half;
+        const __m256 scale = _mm256_mul_ps(Avx2::load(scales + 8 * half), of_token);
+        Avx2::store(sums, Avx2Words::scaled_sum(k == 0 ? Avx2::zero() : Avx2::load(sums), parts[n][half], scale));
+      }
+    }
+    later.step();
+  }
+}
+
+template <std::size_t kStep>
+constexpr decltype(&add_words<128, 1>) kAddWords[] = {add_words<kStep, 1>, add_words<kStep, 2>, add_words<kStep, 3>,
+                                                      add_words<kStep, 4>, add_words<kStep, 5>, add_words<kStep, 6>};
+
+// sums[token, step] = the sum of the inputs of a step, for all steps and zeros up to a multiple of 16.
+template <std::size_t kStep>
+void sum_words(const Inputs<std::int16_t>& in, std::size_t inputs, std::size_t n, float* sums) {
+  const std::size_t steps = blocks_of(inputs, kStep);
+  const __m256i ones = Avx2Words::ones(), places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i unit_of = _mm256_srli_epi32(places, __builtin_ctz(kUnit / kStep));
+  for (std::size_t t = 0; t < n; t++, sums += in.room) {
+    for (std::size_t s = 0; s < in.room; s += 8) {
+      const std::int16_t* x = in.x + t * in.stride + s * kStep;
+      __m256i parts[8];
+#pragma GCC unroll 8
+      for (std::size_t i = 0; i < 8; i++) {
+        parts[i] = _mm256_setzero_si256();
+        if (s + i >= steps) continue;
+        for (std::size_t k = i * kStep; k < (i + 1) * kStep; k += Avx2Words::kLanes) {
+          parts[i] = Avx2Words::dot(parts[i], ones, Avx2Words::load(x + k));
+        }
+      }
+      const auto four = [&](const __m256i* of) {  // the sums of the halves of four parts
+        return _mm256_hadd_epi32(_mm256_hadd_epi32(of[0], of[1]), _mm256_hadd_epi32(of[2], of[3]));
+      };
+      const __m256i low = four(parts), high = four(parts + 4);
+      const __m256i all = _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+      const std::size_t unit = s * kStep / kUnit;
+      const int left = static_cast<int>(in.units) - static_cast<int>(unit);
+      const __m256i there = _mm256_cmpgt_epi32(_mm256_set1_epi32(left), places);
+      const __m256 scales = _mm256_permutevar8x32_ps(_mm256_maskload_ps(in.scales(t) + unit, there), unit_of);
+      Avx2::store(sums + s, _mm256_mul_ps(_mm256_cvtepi32_ps(all), _mm256_mul_ps(scales, Avx2::every(&kOfWord))));
+    }
+  }
+}
+
+// codes[input - first] of a row, of which whole units are unpacked; first is the input of a unit.
+template <Encoding E>
+void unpack_row(const std::uint8_t* row, std::size_t row_bytes, std::size_t first, std::size_t inputs, std::uint8_t* codes) {
+  constexpr std::size_t kInputs = unit_inputs(E), kBytes = unit_bytes(E);
+  std::size_t at = first / kInputs * kBytes;
+  for (std::size_t i = 0; i < inputs; i += kInputs, at += kBytes) {
+    if (row_bytes - at >= kBytes) {
+      unpack<E, true>(row + at, codes + i);
+    } else {
+      std::uint8_t rest[kBytes] = {};
+      std::memcpy(rest, row + at, row_bytes - at);
+      unpack<E, true>(rest, codes + i);
+    }
+  }
+}
+
+// What an encoding needs for its words to lie in lanes.
+struct Unpacking {
+  std::size_t step;  // inputs that share a scale
+  decltype(&unpack_row<kInt8>) codes;
+  decltype(&read_scales<kInt8>) scales;
+  decltype(&sum_words<128>) sum;
+  decltype(kAddWords<128>) const* add;  // by number of tokens
+};
+
+// Where 16 inputs share a scale, sums become numbers too often for lanes to be the quicker ones.
+constexpr bool has_words_in_lanes(std::int32_t e) { return has_codes(e) && step_of(static_cast<Encoding>(e)) >= kWordSpan; }
+
+template <std::size_t E>
+constexpr Unpacking unpacking_of() {
+  if constexpr (has_words_in_lanes(E)) {
+    constexpr Encoding kEncoding = static_cast<Encoding>(E);
+    constexpr std::size_t kStep = step_of(kEncoding);
+    return {kStep, unpack_row<kEncoding>, read_scales<kEncoding>, sum_words<kStep>, &kAddWords<kStep>};
+  } else {
+    return {};
+  }
+}
+
+template <std::size_t... E>
+const Unpacking& unpacking(std::int32_t encoding, std::index_sequence<E...>) {
+  static constexpr Unpacking of[] = {unpacking_of<E>()...};
+  return of[encoding];
+}
+
+struct LanesOfWords {
+  using Set = WithWords<Avx2, Avx2Words>;
+  LanesOfFloats<Set> floats;  // whose weights have room for as many words
+  float* sums;
+  float *scales, *minima, *of_rows;  // [steps, kTile], the same; [2, 8, steps]: the same before they lie in lanes
+  float* x_sums;                     // [kWideTokens, steps]: the sums of the inputs to which a minimum belongs
+  std::uint8_t* codes;               // [8, kBlockInputs]
+  mutable const void* summed;        // the rows of x whose sums these are: gates and ups have the same
+
+  static std::size_t bytes(std::size_t inputs) {
+    const std::size_t steps = Scratch::steps_of(inputs);
+    const std::size_t own = LanesOfFloats<Set>::own_bytes() + (3 * kTile + kWideTokens) * steps * sizeof(float) + 8 * kBlockInputs;
+    return own > Scratch::bytes(inputs) ? own : Scratch::bytes(inputs);
+  }
+  static LanesOfWords at(std::uint8_t* memory, std::size_t inputs) {
+    const std::size_t steps = Scratch::steps_of(inputs);
+    const LanesOfFloats<Set> floats = LanesOfFloats<Set>::at(memory, inputs);
+    float* scales = reinterpret_cast<float*>(memory + LanesOfFloats<Set>::own_bytes());
+    float *minima = scales + steps * kTile, *of_rows = minima + steps * kTile, *x_sums = of_rows + steps * kTile;
+    std::uint8_t* codes = reinterpret_cast<std::uint8_t*>(x_sums + kWideTokens * steps);
+    return {floats, floats.sums, scales, minima, of_rows, x_sums, codes, nullptr};
+  }
+  static bool serves(std::int32_t encoding) { return has_words_in_lanes(encoding) || LanesOfFloats<Set>::serves(encoding); }
+
+  void operator()(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x, std::size_t n,
+                  const Place& next, float* y, std::size_t y_stride) const {
+    if (LanesOfFloats<Set>::serves(m.encoding)) return floats(m, record, begin, end, x, n, next, y, y_stride);
+    const Unpacking& of = unpacking(m.encoding, std::make_index_sequence<kEncodings>());
+    const std::size_t inputs = static_cast<std::size_t>(m.inputs), steps = round_up(blocks_of(inputs, of.step), 16);
+    std::int16_t* words = reinterpret_cast<std::int16_t*>(floats.weights);
+    Scratch scratch{};
+    scratch.x_sums = x_sums;
+    scratch.steps = steps;
+    const Inputs<std::int16_t> in = inputs_of<Avx2Words>(x, row_bytes<Set>(inputs), inputs, scratch);
+    const bool affine = has_minima(m);
+    if (affine && summed != x) {
+      of.sum(in, inputs, n, x_sums);
+      summed = x;
+    }
+    const auto restore = [&](std::size_t row, std::size_t count, std::size_t first, std::size_t some) {
+      const Place rows = place_of(m, record, row, kRows);
+      for (std::size_t half = 0; half < kTile; half += 8) {
+        for (std::size_t r = 0; r < 8; r++) {
+          const std::size_t which = least(half + r, count - 1);  // behind the last row that one again, whose sums nobody wants
+          of.codes(rows.codes + which * rows.row_bytes, rows.row_bytes, first, some, codes + r * kBlockInputs);
+          if (first == 0) of.scales(m, rows, which, of_rows + r * steps, of_rows + (8 + r) * steps);
+        }
+        pack_words(codes, kBlockInputs, padded(some), words + 2 * half);
+        if (first > 0) continue;
+        pack_steps(of_rows, steps, kOfWord, scales + half);
+        if (affine) pack_steps(of_rows + 8 * steps, steps, 1.0f, minima + half);
+      }
+    };
+    const auto add = [&](std::size_t tokens, std::size_t t, std::size_t first, std::size_t some, float* to, std::size_t to_stride,
+                         Later& later) {
+      (*of.add)[tokens - 1](words, scales + first / of.step * kTile, in, t, first, padded(some), to, to_stride, later);
+      Later none{};
+      if (!affine || first + some < inputs) return;
+      kAddTile[tokens - 1](minima, x_sums + t * steps, steps, steps, false, to, to_stride, none);
+    };
+    by_tiles(m, record, begin, end, n, next, of.step, y, y_stride, restore, add);
+  }
+};
+
 }  // namespace
 
-const Kernels& kernels_avx2words() { return kernels_of<WithWords<Avx2, Avx2Words>>(); }
+const Kernels& kernels_avx2words() {
+  static const Kernels kernels = with_long_prompts<LanesOfWords>(kernels_of<LanesOfWords::Set>());
+  return kernels;
+}
 
 }  // namespace vismoe

@@ -6,7 +6,8 @@ closer to that speed than torch's. The change is a `forward` on the module objec
 Products of more rows are torch's, which use what the processor has for matrices (AMX) or for bfloat16. Where it has neither,
 torch's take three times as long as the kernels', which then compute any number of rows: of prompts, and of images in a vision
 tower. A convolution whose patches do not overlap is a linear layer of patches there. With AVX2 images, and the rows of prompts
-`[..., T, H]` of more tokens than one call computes a decoder layer of, have kernels of their own, which add in another order.
+`[..., T, H]` of more tokens than one call computes a decoder layer of, have kernels of their own, which add in another order;
+those of prompts also where layers are encoded.
 
 Layers that a quantised checkpoint encodes stay encoded, as modules of their own. Where torch computes, their weights are restored
 piece by piece. Of encoded token embeddings the rows of the tokens are restored; a head that is tied to them has the same bytes.
@@ -76,8 +77,7 @@ def _forward(reference: Any, of_vision: bool, x: torch.Tensor) -> torch.Tensor:
     rows = x.numel() // weight.shape[1]
     if not _by_kernels(rows, x, weight):
         return nn.functional.linear(x, weight, bias)
-    long = of_vision or (x.ndim > 2 and x.shape[-2] > MOST_TOKENS)  # whatever the company of an image or a sequence
-    return product(x.reshape(rows, -1), weight, bias, long).view(*x.shape[:-1], -1)
+    return product(x.reshape(rows, -1), weight, bias, of_vision or _is_long(x)).view(*x.shape[:-1], -1)
 
 
 def _forward_of_patches(reference: Any, _of_vision: bool, x: torch.Tensor) -> torch.Tensor:
@@ -102,10 +102,14 @@ def _by_kernels(rows: int, x: torch.Tensor, weight: torch.Tensor) -> bool:
     return fits and served(rows) and not torch.is_grad_enabled()
 
 
+def _is_long(x: torch.Tensor) -> bool:
+    """Whether hidden states `[..., T, H]` are those of long prompts, whatever the company of a sequence."""
+    return x.ndim > 2 and x.shape[-2] > MOST_TOKENS
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, long: bool = False) -> torch.Tensor:
     """x weight^T + bias `[rows, out]` by the kernels, of any number of rows; `long`: of an image or a long prompt."""
-    most = LONG_PIECE_ROWS if long else PIECE_ROWS
-    return _by_pieces(x, len(weight), lambda piece, out: cpu.linear(piece, weight, bias, long, out), most)
+    return _by_pieces(x, len(weight), lambda piece, out: cpu.linear(piece, weight, bias, long, out), long)
 
 
 def served(rows: int) -> bool:
@@ -115,12 +119,9 @@ def served(rows: int) -> bool:
     return rows > 0 and (few or cpu.setup().isa in ("avx2", "avx512"))
 
 
-def _by_pieces(
-    x: torch.Tensor, outputs: int, product: Callable[[torch.Tensor, torch.Tensor], Any], most: int = PIECE_ROWS
-) -> torch.Tensor:
-    """The `[rows, outputs]` that product(rows of x, rows of it) writes, at most so many rows at once; a row has the same bits in
-    any company."""
-    out, pieces = x.new_empty(len(x), outputs), -(-len(x) // most)  # of nearly equal size
+def _by_pieces(x: torch.Tensor, outputs: int, product: Callable[[torch.Tensor, torch.Tensor], Any], long: bool) -> torch.Tensor:
+    """The `[rows, outputs]` that product(rows of x, rows of it) writes, some rows at once, whose company changes no bit."""
+    out, pieces = x.new_empty(len(x), outputs), -(-len(x) // (LONG_PIECE_ROWS if long else PIECE_ROWS))  # of nearly equal size
     for to, piece in zip(out.tensor_split(pieces), x.tensor_split(pieces), strict=True):
         product(piece, to)
     return out
@@ -198,11 +199,12 @@ class EncodedLinear(EncodedModule):
             return nn.functional.linear(x, self.restored(), self.bias)
         rows, parts = x.reshape(count, self.in_features), self.parts
         if served(count):
+            long = _is_long(x)
 
             def product(piece: torch.Tensor, out: torch.Tensor) -> None:
-                cpu.encoded_linear(piece, self.encoding, parts, self.in_features, self.bias, out)
+                cpu.encoded_linear(piece, self.encoding, parts, self.in_features, self.bias, long, out)
 
-            return _by_pieces(rows, self.out_features, product).view(*x.shape[:-1], -1)
+            return _by_pieces(rows, self.out_features, product, long).view(*x.shape[:-1], -1)
         out = x.new_empty(count, self.out_features)
         weight = torch.empty(self._piece_outputs, self.in_features, dtype=x.dtype)
         for first in range(0, self.out_features, len(weight)):

@@ -74,12 +74,13 @@ class Experts:
         return dtype == torch.bfloat16 and not fp16 and (isa == "amx" or (isa == "avx512bf16" and (long or encoded)))
 
     def in_another_order(self, isa: str, dtype: torch.dtype, long: bool) -> bool:
-        """Whether this instruction set adds in another order for the tokens of a long prompt: raw weights in bfloat16, and codes
-        that it multiplies as integers, if 32 inputs or more share a scale."""
+        """Whether this instruction set adds in another order for the tokens of a long prompt: weights in all formats but float16,
+        except codes that AVX2 multiplies as integers, if 16 inputs share a scale. The sets with BF16 have another for float32."""
         found = {cpu.ENCODINGS[matrix.encoding] for each in self.kernel._experts for matrix in (each.up, each.down)}
-        integers = dtype == torch.bfloat16 and torch.float16 not in found
-        others = {torch.float16, "fp8", "nvfp4", "q6_k", "q2_k", "q3_k"} if integers else set(cpu.ENCODINGS[1:])
-        return isa == "avx2" and long and bool(found - others)
+        in_float32 = dtype != torch.bfloat16 or torch.float16 in found
+        integers = {"nvfp4", "q6_k", "q2_k", "q3_k"} if isa == "avx2" and not in_float32 else set()
+        there = isa in ("avx2", "avx512") or (isa in ("avx512bf16", "amx") and in_float32)
+        return there and long and bool(found - {torch.float16} - integers)
 
     @cached_property
     def kernel(self) -> cpu.ExpertKernel:

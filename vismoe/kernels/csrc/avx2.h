@@ -9,6 +9,28 @@
 namespace vismoe {
 namespace {
 
+// Turns 8 x 8 numbers of 32 bits.
+inline void transpose(__m256i (&v)[8]) {
+  __m256i pairs[8], fours[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    fours[i] = _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]);
+    fours[i + 1] = _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]);
+    fours[i + 2] = _mm256_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+    fours[i + 3] = _mm256_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm256_permute2x128_si256(fours[i], fours[i + 4], 0x20);
+    v[i + 4] = _mm256_permute2x128_si256(fours[i], fours[i + 4], 0x31);
+  }
+}
+
 struct Avx2 {
   using X = float;
   using Operand = __m256;
@@ -17,6 +39,7 @@ struct Avx2 {
   static constexpr int kLanes = 8;
   static constexpr std::size_t kTokens = 3, kDecodingTokens = 1, kScaledTokens = 3, kScaledDecodingTokens = 1;
   static constexpr std::size_t kAttended = 4, kAttendedRows = 6;
+  static constexpr std::size_t kTokensBeside = 6;  // rows of weights in lanes, whose sums fit in registers
   static constexpr std::size_t kRawTokens = 3;  // four decoded rows of 2,048 would fill the first cache
 
   static __m256 zero() { return _mm256_setzero_ps(); }
@@ -55,6 +78,18 @@ struct Avx2 {
     return _mm256_cvtepi32_ps(_mm256_sub_epi32(field, _mm256_set1_epi32(1 << (kBits - 1))));
   }
   static __m256 scaled(__m256 values, __m256 scale, __m256 offset) { return _mm256_fmadd_ps(values, scale, offset); }
+  static __m256 times(__m256 values, __m256 factor) { return _mm256_mul_ps(values, factor); }
+
+  using Lanes = __m256i;  // of 32 bits
+  static Lanes lanes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static Lanes lanes(__m256 numbers) { return _mm256_castps_si256(numbers); }
+  static __m256 numbers(Lanes bits) { return _mm256_castsi256_ps(bits); }
+  static __m256 converted(Lanes integers) { return _mm256_cvtepi32_ps(integers); }
+  static Lanes upper_half(Lanes bits) { return _mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))); }
+  template <int kBits>
+  static Lanes up(Lanes bits) { return _mm256_slli_epi32(bits, kBits); }
+  template <int kBits>
+  static Lanes down(Lanes integers) { return _mm256_srai_epi32(integers, kBits); }
 
   template <Encoding E>
   using Decoder = FloatDecoderOf<Avx2, E>;

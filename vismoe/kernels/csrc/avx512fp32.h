@@ -16,6 +16,7 @@ struct Avx512 {
   static constexpr int kLanes = 16;
   static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 4;
   static constexpr std::size_t kAttended = 8, kAttendedRows = 12;
+  static constexpr std::size_t kTokensBeside = 12;  // rows of weights in lanes, whose sums fit in registers
   static constexpr std::size_t kRawTokens = 6;
 
   static __m512 zero() { return _mm512_setzero_ps(); }
@@ -47,6 +48,18 @@ struct Avx512 {
     return _mm512_permutexvar_ps(moved, centred_codes<kBits>());
   }
   static __m512 scaled(__m512 values, __m512 scale, __m512 offset) { return _mm512_fmadd_ps(values, scale, offset); }
+  static __m512 times(__m512 values, __m512 factor) { return _mm512_mul_ps(values, factor); }
+
+  using Lanes = __m512i;  // of 32 bits
+  static Lanes lanes(const void* p) { return _mm512_loadu_si512(p); }
+  static Lanes lanes(__m512 numbers) { return _mm512_castps_si512(numbers); }
+  static __m512 numbers(Lanes bits) { return _mm512_castsi512_ps(bits); }
+  static __m512 converted(Lanes integers) { return _mm512_cvtepi32_ps(integers); }
+  static Lanes upper_half(Lanes bits) { return _mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))); }
+  template <int kBits>
+  static Lanes up(Lanes bits) { return _mm512_slli_epi32(bits, kBits); }
+  template <int kBits>
+  static Lanes down(Lanes integers) { return _mm512_srai_epi32(integers, kBits); }
 
   template <Encoding E>
   using Decoder = FloatDecoderOf<Avx512, E>;

@@ -1,6 +1,7 @@
 // AVX2 in float32, also for long prompts and pictures.
 
-#include "lanes_avx2.h"
+#include "avx2.h"
+#include "lanes.h"
 
 namespace vismoe {
 

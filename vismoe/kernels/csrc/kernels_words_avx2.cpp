@@ -1,7 +1,8 @@
 // AVX2 for bfloat16 inputs: weights that are integers are multiplied as integers of 16 bits, others in float32. For long prompts
 // they lie in the lanes of vectors, as words.
 
-#include "lanes_avx2.h"
+#include "avx2.h"
+#include "lanes.h"
 #include "words.h"
 
 namespace vismoe {
@@ -84,47 +85,35 @@ struct Avx2Words : WordSums<Avx2> {
 };
 
 // ------------------------------------------------------------------ long prompts and pictures
-// to[pair of inputs, row], kTile rows apart, = the words of the codes of eight rows, [8, stride].
-void pack_words(const std::uint8_t* codes, std::size_t stride, std::size_t count, std::int16_t* to) {
-  for (std::size_t k = 0; k < count; k += Avx2Words::kLanes, to += Avx2Words::kLanes * kTile) {
-    __m256i v[8];
-#pragma GCC unroll 8
-    for (std::size_t r = 0; r < 8; r++) v[r] = Avx2Words::signed_bytes(codes + r * stride + k);
-    transpose(v);
-#pragma GCC unroll 8
-    for (std::size_t p = 0; p < 8; p++) Avx2Words::store(to + 2 * p * kTile, v[p]);
-  }
-}
+constexpr std::size_t kRowsBeside = kTile<Avx2>;
 
-// to[step, row], kTile apart, = the numbers of eight rows, [8, steps], times a number.
-void pack_steps(const float* rows, std::size_t steps, float times, float* to) {
-  for (std::size_t s = 0; s < steps; s += 8, to += 8 * kTile) {
+// to[pair of inputs, row], kRowsBeside rows apart, = the words of the codes of eight rows, [8, kBlockInputs].
+void pack_words(const std::uint8_t* codes, std::size_t count, std::int16_t* to) {
+  for (std::size_t k = 0; k < count; k += Avx2Words::kLanes, to += Avx2Words::kLanes * kRowsBeside) {
     __m256i v[8];
 #pragma GCC unroll 8
-    for (std::size_t r = 0; r < 8; r++) {
-      v[r] = _mm256_castps_si256(_mm256_mul_ps(Avx2::load(rows + r * steps + s), Avx2::every(&times)));
-    }
+    for (std::size_t r = 0; r < 8; r++) v[r] = Avx2Words::signed_bytes(codes + r * kBlockInputs + k);
     transpose(v);
 #pragma GCC unroll 8
-    for (std::size_t i = 0; i < 8; i++) Avx2::store(to + i * kTile, _mm256_castsi256_ps(v[i]));
+    for (std::size_t p = 0; p < 8; p++) Avx2Words::store(to + 2 * p * kRowsBeside, v[p]);
   }
 }
 
 // to[token, row], `to_stride` apart, = the sums of `inputs` words from `first` on, or += those where they aren't the first. `t`:
 // the first token. The products of every kStep are added as integers, which stay below 2^30 (128 words of 15 bits and codes of 7,
-// and their signs), and these sums as numbers, times the scales, [steps, kTile], and the scale of the token's unit.
+// and their signs), and these sums as numbers, times the scales, [step, row], and the scale of the token's unit.
 template <std::size_t kStep, std::size_t N>
 void add_words(const std::int16_t* weights, const float* scales, const Inputs<std::int16_t>& in, std::size_t t, std::size_t first,
                std::size_t inputs, float* to, std::size_t to_stride, Later& later) {
   constexpr std::size_t kPairs = 8;  // of inputs in a round of the inner loop
-  for (std::size_t k = first; k < first + inputs; k += kStep, scales += kTile) {
+  for (std::size_t k = first; k < first + inputs; k += kStep, scales += kRowsBeside) {
     __m256i parts[N][2];
 #pragma GCC unroll 8
     for (std::size_t n = 0; n < N; n++) parts[n][0] = parts[n][1] = _mm256_setzero_si256();
     for (std::size_t i = k; i < k + kStep; i += 2 * kPairs) {
 #pragma GCC unroll 8
-      for (std::size_t p = 0; p < kPairs; p++, weights += 2 * kTile) {
-        const __m256i low = Avx2Words::load(weights), high = Avx2Words::load(weights + kTile);
+      for (std::size_t p = 0; p < kPairs; p++, weights += 2 * kRowsBeside) {
+        const __m256i low = Avx2Words::load(weights), high = Avx2Words::load(weights + kRowsBeside);
 #pragma GCC unroll 8
         for (std::size_t n = 0; n < N; n++) {
           std::int32_t pair;
@@ -186,79 +175,44 @@ void sum_words(const Inputs<std::int16_t>& in, std::size_t inputs, std::size_t n
   }
 }
 
-// codes[input - first] of a row, of which whole units are unpacked; first is the input of a unit.
-template <Encoding E>
-void unpack_row(const std::uint8_t* row, std::size_t row_bytes, std::size_t first, std::size_t inputs, std::uint8_t* codes) {
-  constexpr std::size_t kInputs = unit_inputs(E), kBytes = unit_bytes(E);
-  std::size_t at = first / kInputs * kBytes;
-  for (std::size_t i = 0; i < inputs; i += kInputs, at += kBytes) {
-    if (row_bytes - at >= kBytes) {
-      unpack<E, true>(row + at, codes + i);
-    } else {
-      std::uint8_t rest[kBytes] = {};
-      std::memcpy(rest, row + at, row_bytes - at);
-      unpack<E, true>(rest, codes + i);
-    }
-  }
-}
-
-// What an encoding needs for its words to lie in lanes.
-struct Unpacking {
-  std::size_t step;  // inputs that share a scale
-  decltype(&unpack_row<kInt8>) codes;
-  decltype(&read_scales<kInt8>) scales;
+// By what inputs share a scale.
+struct Words {
   decltype(&sum_words<128>) sum;
   decltype(kAddWords<128>) const* add;  // by number of tokens
 };
+Words words_of(std::size_t step) {
+  if (step == 32) return {sum_words<32>, &kAddWords<32>};
+  return step == 64 ? Words{sum_words<64>, &kAddWords<64>} : Words{sum_words<128>, &kAddWords<128>};
+}
 
-// Where 16 inputs share a scale, sums become numbers too often for lanes to be the quicker ones.
+// Where 16 inputs share a scale, words become numbers too often for lanes to be the quicker ones.
 constexpr bool has_words_in_lanes(std::int32_t e) { return has_codes(e) && step_of(static_cast<Encoding>(e)) >= kWordSpan; }
-
-template <std::size_t E>
-constexpr Unpacking unpacking_of() {
-  if constexpr (has_words_in_lanes(E)) {
-    constexpr Encoding kEncoding = static_cast<Encoding>(E);
-    constexpr std::size_t kStep = step_of(kEncoding);
-    return {kStep, unpack_row<kEncoding>, read_scales<kEncoding>, sum_words<kStep>, &kAddWords<kStep>};
-  } else {
-    return {};
-  }
-}
-
-template <std::size_t... E>
-const Unpacking& unpacking(std::int32_t encoding, std::index_sequence<E...>) {
-  static constexpr Unpacking of[] = {unpacking_of<E>()...};
-  return of[encoding];
-}
 
 struct LanesOfWords {
   using Set = WithWords<Avx2, Avx2Words>;
-  LanesOfFloats<Set> floats;  // whose weights have room for as many words
+  using Floats = LanesOfFloats<Set>;
+  Floats floats;  // whose weights have room for as many words
   float* sums;
-  float *scales, *minima, *of_rows;  // [steps, kTile], the same; [2, 8, steps]: the same before they lie in lanes
-  float* x_sums;                     // [kWideTokens, steps]: the sums of the inputs to which a minimum belongs
-  std::uint8_t* codes;               // [8, kBlockInputs]
-  mutable const void* summed;        // the rows of x whose sums these are: gates and ups have the same
+  float* x_sums;               // [kWideTokens, steps]: the sums of the inputs to which a minimum belongs
+  mutable const void* summed;  // the rows of x whose sums these are: gates and ups have the same
 
   static std::size_t bytes(std::size_t inputs) {
-    const std::size_t steps = Scratch::steps_of(inputs);
-    const std::size_t own = LanesOfFloats<Set>::own_bytes() + (3 * kTile + kWideTokens) * steps * sizeof(float) + 8 * kBlockInputs;
+    const std::size_t own = Floats::own_bytes(inputs) + kWideTokens * Scratch::steps_of(inputs) * sizeof(float);
     return own > Scratch::bytes(inputs) ? own : Scratch::bytes(inputs);
   }
   static LanesOfWords at(std::uint8_t* memory, std::size_t inputs) {
-    const std::size_t steps = Scratch::steps_of(inputs);
-    const LanesOfFloats<Set> floats = LanesOfFloats<Set>::at(memory, inputs);
-    float* scales = reinterpret_cast<float*>(memory + LanesOfFloats<Set>::own_bytes());
-    float *minima = scales + steps * kTile, *of_rows = minima + steps * kTile, *x_sums = of_rows + steps * kTile;
-    std::uint8_t* codes = reinterpret_cast<std::uint8_t*>(x_sums + kWideTokens * steps);
-    return {floats, floats.sums, scales, minima, of_rows, x_sums, codes, nullptr};
+    const Floats floats = Floats::at(memory, inputs);
+    return {floats, floats.sums, reinterpret_cast<float*>(floats.end), nullptr};
   }
-  static bool serves(std::int32_t encoding) { return has_words_in_lanes(encoding) || LanesOfFloats<Set>::serves(encoding); }
+  static bool serves(std::int32_t encoding) {
+    return encoding == kRawBf16 || encoding == kFp8 || has_words_in_lanes(encoding);
+  }
 
   void operator()(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const void* x, std::size_t n,
                   const Place& next, float* y, std::size_t y_stride) const {
-    if (LanesOfFloats<Set>::serves(m.encoding)) return floats(m, record, begin, end, x, n, next, y, y_stride);
-    const Unpacking& of = unpacking(m.encoding, std::make_index_sequence<kEncodings>());
+    if (!has_words_in_lanes(m.encoding)) return floats(m, record, begin, end, x, n, next, y, y_stride);
+    const Unpacking& of = unpacking<true>(m.encoding, std::make_index_sequence<kEncodings>());
+    const Words by_words = words_of(of.step);
     const std::size_t inputs = static_cast<std::size_t>(m.inputs), steps = round_up(blocks_of(inputs, of.step), 16);
     std::int16_t* words = reinterpret_cast<std::int16_t*>(floats.weights);
     Scratch scratch{};
@@ -267,31 +221,22 @@ struct LanesOfWords {
     const Inputs<std::int16_t> in = inputs_of<Avx2Words>(x, row_bytes<Set>(inputs), inputs, scratch);
     const bool affine = has_minima(m);
     if (affine && summed != x) {
-      of.sum(in, inputs, n, x_sums);
+      by_words.sum(in, inputs, n, x_sums);
       summed = x;
     }
     const auto restore = [&](std::size_t row, std::size_t count, std::size_t first, std::size_t some) {
-      const Place rows = place_of(m, record, row, kRows);
-      for (std::size_t half = 0; half < kTile; half += 8) {
-        for (std::size_t r = 0; r < 8; r++) {
-          const std::size_t which = least(half + r, count - 1);  // behind the last row that one again, whose sums nobody wants
-          of.codes(rows.codes + which * rows.row_bytes, rows.row_bytes, first, some, codes + r * kBlockInputs);
-          if (first == 0) of.scales(m, rows, which, of_rows + r * steps, of_rows + (8 + r) * steps);
-        }
-        pack_words(codes, kBlockInputs, padded(some), words + 2 * half);
-        if (first > 0) continue;
-        pack_steps(of_rows, steps, kOfWord, scales + half);
-        if (affine) pack_steps(of_rows + 8 * steps, steps, 1.0f, minima + half);
-      }
+      floats.unpack_rows(of, m, record, row, count, first, some, kOfWord,
+                         [&](std::size_t place) { pack_words(floats.codes, padded(some), words + 2 * place); });
     };
     const auto add = [&](std::size_t tokens, std::size_t t, std::size_t first, std::size_t some, float* to, std::size_t to_stride,
                          Later& later) {
-      (*of.add)[tokens - 1](words, scales + first / of.step * kTile, in, t, first, padded(some), to, to_stride, later);
+      const float* scales = floats.scales + first / of.step * kRowsBeside;
+      (*by_words.add)[tokens - 1](words, scales, in, t, first, padded(some), to, to_stride, later);
       Later none{};
       if (!affine || first + some < inputs) return;
-      kAddTile[tokens - 1](minima, x_sums + t * steps, steps, steps, false, to, to_stride, none);
+      AddTiles<Set>::of[tokens - 1](floats.minima, x_sums + t * steps, steps, steps, false, to, to_stride, none);
     };
-    by_tiles(m, record, begin, end, n, next, of.step, y, y_stride, restore, add);
+    by_tiles<Set>(m, record, begin, end, n, next, of.step, y, y_stride, restore, add);
   }
 };
 

@@ -5,9 +5,9 @@ closer to that speed than torch's. The change is a `forward` on the module objec
 
 Products of more rows are torch's, which use what the processor has for matrices (AMX) or for bfloat16. Where it has neither,
 torch's take three times as long as the kernels', which then compute any number of rows: of prompts, and of images in a vision
-tower. A convolution whose patches do not overlap is a linear layer of patches there. With AVX2 images, and the rows of prompts
-`[..., T, H]` of more tokens than one call computes a decoder layer of, have kernels of their own, which add in another order;
-those of prompts also where layers are encoded.
+tower. A convolution whose patches do not overlap is a linear layer of patches there. Images, and the rows of prompts
+`[..., T, H]` of more tokens than one call computes a decoder layer of, have kernels of their own there, which add in another
+order; those of prompts also where layers are encoded.
 
 Layers that a quantised checkpoint encodes stay encoded, as modules of their own. Where torch computes, their weights are restored
 piece by piece. Of encoded token embeddings the rows of the tokens are restored; a head that is tied to them has the same bytes.

@@ -1,6 +1,7 @@
 """The CPU kernels on matrices as published checkpoints encode them, against float64 of the values that the encodings define."""
 
 import ctypes
+import dataclasses
 import itertools
 from functools import partial
 
@@ -235,6 +236,18 @@ def test_extreme_codes_and_scales_mean_what_the_encoding_says(isa, encoding):
             assert ((result - oracle)[oracle.isfinite()].abs() <= close * usual).all()
         else:
             assert torch.equal(result.nan_to_num(0, 0, 0), oracle.nan_to_num(0, 0, 0))
+
+
+@each_encoding
+def test_long_prompts_have_sums_of_their_own_where_lanes_gain(isa, encoding):
+    """In the numbers before any is rounded to the type of hidden states. Sums of MXFP4 are exact in words, in any order."""
+    seeded(5)
+    experts, batch = encoded_experts(encoding, encoding, 512), Batch.of([40, 40, 40], 512)
+    same = ("nvfp4", "nvfp4_divided", "q6_k", "q2_k", "q3_k", "mxfp4", "mxfp4_block")
+    gains = {"avx2": encoding not in same, "avx512": True, "avx512bf16": True}
+    for numbers, differs in ((batch.hidden, gains.get(isa, False)), (batch.hidden.float(), isa != "portable")):
+        short, long = (dataclasses.replace(batch, hidden=numbers).in_a_prompt(experts, long) for long in (False, True))
+        assert torch.equal(short, long) != differs
 
 
 @pytest.mark.parametrize("kind", [*ENCODINGS, *FORMATS[1:]])

@@ -11,19 +11,21 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from encoded_parts import random_parts
 from torch import nn
 
 import vismoe
 from vismoe import VisMoEConfig
 from vismoe.cli.main import main
 from vismoe.errors import CheckpointError, ConfigError
+from vismoe.formats.encodings import ENCODINGS
 from vismoe.kernels import cpu
 from vismoe.kernels.decoder_layer import MOST_TOKENS
 from vismoe.models.family.caches import cache_in
 from vismoe.models.family.components import OUR_ATTENTION
 from vismoe.models.load import quantizer
 from vismoe.models.moe import step_context
-from vismoe.models.moe.linears import LONG_PIECE_ROWS, PIECE_ROWS, serve_linears
+from vismoe.models.moe.linears import LONG_PIECE_ROWS, PIECE_ROWS, EncodedLinear, serve_linears
 from vismoe.models.visual.growing_cache import GrowingLayer
 
 FAMILY, STEPS = "qwen3_vl_moe", 6
@@ -238,8 +240,11 @@ def test_images_and_long_prompts_have_kernels_of_their_own_whatever_their_compan
     monkeypatch.setattr(cpu, "setup", lambda: cpu.KernelSetup("avx2", 1, "asked for"))
     model = nn.ModuleDict({name: nn.Linear(96, 40).bfloat16() for name in ("decoder", "visual")})
     assert serve_linears(model) == (1, 1)
-    seen, linear = set(), cpu.linear
+    encoding = ENCODINGS["q8_0"]
+    model["encoded"] = EncodedLinear(encoding, random_parts(encoding, 40, 96), model["decoder"], torch.bfloat16)
+    seen, linear, encoded = set(), cpu.linear, cpu.encoded_linear
     monkeypatch.setattr(cpu, "linear", lambda *given: (seen.add(given[3]), linear(*given))[1])
+    monkeypatch.setattr(cpu, "encoded_linear", lambda *given: (seen.add(given[5]), encoded(*given))[1])
     shapes = [(1, MOST_TOKENS), (5, MOST_TOKENS), (1, MOST_TOKENS + 1), (3, 2 * LONG_PIECE_ROWS + 1), (MOST_TOKENS + 1,)]
     for name, shape in itertools.product(model, shapes):
         x = torch.randn(*shape, 96).bfloat16()

@@ -399,7 +399,7 @@ def encoded_linear(
     long: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The same for a weight `[out, inputs]` in an encoding of a checkpoint or an integer format.
+    """The same, for any number of rows, of a weight `[out, inputs]` in an encoding of a checkpoint or an integer format.
 
     parts: the tensors that the encoding has, "codes" among them (formats/encodings.py); of an integer format codes, scale and
     offset (formats/affine.py). All contiguous. Raises ConfigError for groups that the kernels cannot read.

@@ -87,7 +87,8 @@ struct Avx2Words : WordSums<Avx2> {
 // ------------------------------------------------------------------ long prompts and pictures
 constexpr std::size_t kRowsBeside = kTile<Avx2>;
 
-// to[pair of inputs, row], kRowsBeside rows apart, = the words of the codes of eight rows, [8, kBlockInputs].
+// to[pair of codes, row], kRowsBeside rows apart, = the words of the codes of eight rows, [8, kBlockInputs]. They are unpacked as the
+// words of inputs lie, the even ones of 32 before the odd ones, so that pairs of both belong together.
 void pack_words(const std::uint8_t* codes, std::size_t count, std::int16_t* to) {
   for (std::size_t k = 0; k < count; k += Avx2Words::kLanes, to += Avx2Words::kLanes * kRowsBeside) {
     __m256i v[8];
@@ -103,7 +104,7 @@ void pack_words(const std::uint8_t* codes, std::size_t count, std::int16_t* to) 
 // the first token. The products of every kStep are added as integers, which stay below 2^30 (128 words of 15 bits and codes of 7,
 // and their signs), and these sums as numbers, times the scales, [step, row], and the scale of the token's unit.
 template <std::size_t kStep, std::size_t N>
-void add_words(const std::int16_t* weights, const float* scales, const Inputs<std::int16_t>& in, std::size_t t, std::size_t first,
+void add_words_in_lanes(const std::int16_t* weights, const float* scales, const Inputs<std::int16_t>& in, std::size_t t, std::size_t first,
                std::size_t inputs, float* to, std::size_t to_stride, Later& later) {
   constexpr std::size_t kPairs = 8;  // of inputs in a round of the inner loop
   for (std::size_t k = first; k < first + inputs; k += kStep, scales += kRowsBeside) {
@@ -140,49 +141,17 @@ void add_words(const std::int16_t* weights, const float* scales, const Inputs<st
 }
 
 template <std::size_t kStep>
-constexpr decltype(&add_words<128, 1>) kAddWords[] = {add_words<kStep, 1>, add_words<kStep, 2>, add_words<kStep, 3>,
-                                                      add_words<kStep, 4>, add_words<kStep, 5>, add_words<kStep, 6>};
-
-// sums[token, step] = the sum of the inputs of a step, for all steps and zeros up to a multiple of 16.
-template <std::size_t kStep>
-void sum_words(const Inputs<std::int16_t>& in, std::size_t inputs, std::size_t n, float* sums) {
-  const std::size_t steps = blocks_of(inputs, kStep);
-  const __m256i ones = Avx2Words::ones(), places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m256i unit_of = _mm256_srli_epi32(places, __builtin_ctz(kUnit / kStep));
-  for (std::size_t t = 0; t < n; t++, sums += in.room) {
-    for (std::size_t s = 0; s < in.room; s += 8) {
-      const std::int16_t* x = in.x + t * in.stride + s * kStep;
-      __m256i parts[8];
-#pragma GCC unroll 8
-      for (std::size_t i = 0; i < 8; i++) {
-        parts[i] = _mm256_setzero_si256();
-        if (s + i >= steps) continue;
-        for (std::size_t k = i * kStep; k < (i + 1) * kStep; k += Avx2Words::kLanes) {
-          parts[i] = Avx2Words::dot(parts[i], ones, Avx2Words::load(x + k));
-        }
-      }
-      const auto four = [&](const __m256i* of) {  // the sums of the halves of four parts
-        return _mm256_hadd_epi32(_mm256_hadd_epi32(of[0], of[1]), _mm256_hadd_epi32(of[2], of[3]));
-      };
-      const __m256i low = four(parts), high = four(parts + 4);
-      const __m256i all = _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
-      const std::size_t unit = s * kStep / kUnit;
-      const int left = static_cast<int>(in.units) - static_cast<int>(unit);
-      const __m256i there = _mm256_cmpgt_epi32(_mm256_set1_epi32(left), places);
-      const __m256 scales = _mm256_permutevar8x32_ps(_mm256_maskload_ps(in.scales(t) + unit, there), unit_of);
-      Avx2::store(sums + s, _mm256_mul_ps(_mm256_cvtepi32_ps(all), _mm256_mul_ps(scales, Avx2::every(&kOfWord))));
-    }
-  }
-}
+constexpr decltype(&add_words_in_lanes<128, 1>) kAddWordsInLanes[] = {add_words_in_lanes<kStep, 1>, add_words_in_lanes<kStep, 2>, add_words_in_lanes<kStep, 3>,
+                                                      add_words_in_lanes<kStep, 4>, add_words_in_lanes<kStep, 5>, add_words_in_lanes<kStep, 6>};
 
 // By what inputs share a scale.
 struct Words {
-  decltype(&sum_words<128>) sum;
-  decltype(kAddWords<128>) const* add;  // by number of tokens
+  decltype(&sum_inputs<Avx2Words, 128>) sum;
+  decltype(kAddWordsInLanes<128>) const* add;  // by number of tokens
 };
 Words words_of(std::size_t step) {
-  if (step == 32) return {sum_words<32>, &kAddWords<32>};
-  return step == 64 ? Words{sum_words<64>, &kAddWords<64>} : Words{sum_words<128>, &kAddWords<128>};
+  if (step == 32) return {sum_inputs<Avx2Words, 32>, &kAddWordsInLanes<32>};
+  return step == 64 ? Words{sum_inputs<Avx2Words, 64>, &kAddWordsInLanes<64>} : Words{sum_inputs<Avx2Words, 128>, &kAddWordsInLanes<128>};
 }
 
 // Where 16 inputs share a scale, words become numbers too often for lanes to be the quicker ones.
@@ -194,7 +163,7 @@ struct LanesOfWords {
   Floats floats;  // whose weights have room for as many words
   float* sums;
   float* x_sums;               // [kWideTokens, steps]: the sums of the inputs to which a minimum belongs
-  mutable const void* summed;  // the rows of x whose sums these are: gates and ups have the same
+  mutable const void* summed;  // the rows of x whose sums these are: a gate and an up, of one matrix, have the same
 
   static std::size_t bytes(std::size_t inputs) {
     const std::size_t own = Floats::own_bytes(inputs) + kWideTokens * Scratch::steps_of(inputs) * sizeof(float);

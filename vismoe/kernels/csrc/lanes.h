@@ -104,8 +104,8 @@ void pack_codes(const std::uint8_t* codes, std::size_t count, const StepsInLanes
 #pragma GCC unroll 16
     for (std::size_t i = 0; i < S::kLanes; i++, to += 4 * kRowsBeside) {
       const std::size_t at = (k + 4 * i) / steps.step * kRowsBeside;
-      const typename S::Sum scale = S::sums(steps.scales + at), least = steps.minima ? S::sums(steps.minima + at) : S::zero();
-      const auto weights = [&](typename S::Lanes high) { return S::scaled(S::converted(S::template down<24>(high)), scale, least); };
+      const typename S::Sum scale = S::sums(steps.scales + at), minimum = steps.minima ? S::sums(steps.minima + at) : S::zero();
+      const auto weights = [&](typename S::Lanes high) { return S::scaled(S::converted(S::template down<24>(high)), scale, minimum); };
       S::store(to, weights(S::template up<24>(v[i])));
       S::store(to + kRowsBeside, weights(S::template up<16>(v[i])));
       S::store(to + 2 * kRowsBeside, weights(S::template up<8>(v[i])));

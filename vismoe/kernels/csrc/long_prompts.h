@@ -1,5 +1,5 @@
-// What kernels for long prompts share: rows of weights lie side by side in the lanes of vectors, restored once for all tokens of a pass,
-// and meet a number of each token in every lane. No sum lies across lanes: all are added in the order of the inputs.
+// What kernels for long prompts share: rows of weights lie side by side in the lanes of vectors, brought there once for all tokens of a
+// pass, and meet the same number or word of a token in every lane. No sum lies across lanes: products are added in the order of the inputs.
 //
 // `P` multiplies, for the set P::Set: P::bytes(inputs) of memory of one thread, which suffice for its Scratch; P::at(memory, inputs);
 // P::serves(encoding); an operator() as of Products (kernel.h), for up to kWideTokens tokens; and room for sums, [kWideTokens, 2 * kChunkRows].

@@ -104,8 +104,8 @@ void pack_words(const std::uint8_t* codes, std::size_t count, std::int16_t* to) 
 // the first token. The products of every kStep are added as integers, which stay below 2^30 (128 words of 15 bits and codes of 7,
 // and their signs), and these sums as numbers, times the scales, [step, row], and the scale of the token's unit.
 template <std::size_t kStep, std::size_t N>
-void add_words_in_lanes(const std::int16_t* weights, const float* scales, const Inputs<std::int16_t>& in, std::size_t t, std::size_t first,
-               std::size_t inputs, float* to, std::size_t to_stride, Later& later) {
+void add_words_in_lanes(const std::int16_t* weights, const float* scales, const Inputs<std::int16_t>& in, std::size_t t,
+                        std::size_t first, std::size_t inputs, float* to, std::size_t to_stride, Later& later) {
   constexpr std::size_t kPairs = 8;  // of inputs in a round of the inner loop
   for (std::size_t k = first; k < first + inputs; k += kStep, scales += kRowsBeside) {
     __m256i parts[N][2];
@@ -140,18 +140,19 @@ void add_words_in_lanes(const std::int16_t* weights, const float* scales, const 
   }
 }
 
-template <std::size_t kStep>
-constexpr decltype(&add_words_in_lanes<128, 1>) kAddWordsInLanes[] = {add_words_in_lanes<kStep, 1>, add_words_in_lanes<kStep, 2>, add_words_in_lanes<kStep, 3>,
-                                                      add_words_in_lanes<kStep, 4>, add_words_in_lanes<kStep, 5>, add_words_in_lanes<kStep, 6>};
-
-// By what inputs share a scale.
+// For one number of inputs that share a scale.
 struct Words {
   decltype(&sum_inputs<Avx2Words, 128>) sum;
-  decltype(kAddWordsInLanes<128>) const* add;  // by number of tokens
+  decltype(&add_words_in_lanes<128, 1>) add[Avx2::kTokensBeside];  // by the number of tokens less one
 };
-Words words_of(std::size_t step) {
-  if (step == 32) return {sum_inputs<Avx2Words, 32>, &kAddWordsInLanes<32>};
-  return step == 64 ? Words{sum_inputs<Avx2Words, 64>, &kAddWordsInLanes<64>} : Words{sum_inputs<Avx2Words, 128>, &kAddWordsInLanes<128>};
+template <std::size_t kStep, std::size_t... N>
+const Words& words_by(std::index_sequence<N...>) {
+  static constexpr Words by = {sum_inputs<Avx2Words, kStep>, {add_words_in_lanes<kStep, N + 1>...}};
+  return by;
+}
+const Words& words_of(std::size_t step) {
+  const auto tokens = std::make_index_sequence<Avx2::kTokensBeside>();
+  return step == 32 ? words_by<32>(tokens) : step == 64 ? words_by<64>(tokens) : words_by<128>(tokens);
 }
 
 // Where 16 inputs share a scale, words become numbers too often for lanes to be the quicker ones.
@@ -181,7 +182,7 @@ struct LanesOfWords {
                   const Place& next, float* y, std::size_t y_stride) const {
     if (!has_words_in_lanes(m.encoding)) return floats(m, record, begin, end, x, n, next, y, y_stride);
     const Unpacking& of = unpacking<true>(m.encoding, std::make_index_sequence<kEncodings>());
-    const Words by_words = words_of(of.step);
+    const Words& by_words = words_of(of.step);
     const std::size_t inputs = static_cast<std::size_t>(m.inputs), steps = round_up(blocks_of(inputs, of.step), 16);
     std::int16_t* words = reinterpret_cast<std::int16_t*>(floats.weights);
     Scratch scratch{};
@@ -200,7 +201,7 @@ struct LanesOfWords {
     const auto add = [&](std::size_t tokens, std::size_t t, std::size_t first, std::size_t some, float* to, std::size_t to_stride,
                          Later& later) {
       const float* scales = floats.scales + first / of.step * kRowsBeside;
-      (*by_words.add)[tokens - 1](words, scales, in, t, first, padded(some), to, to_stride, later);
+      by_words.add[tokens - 1](words, scales, in, t, first, padded(some), to, to_stride, later);
       Later none{};
       if (!affine || first + some < inputs) return;
       AddTiles<Set>::of[tokens - 1](floats.minima, x_sums + t * steps, steps, steps, false, to, to_stride, none);

@@ -14,6 +14,7 @@ import pytest
 import reference
 import torch
 from expert_records import DTYPES, FORMATS, FORMS, Batch, Experts, on_every_set, rms, typical
+from guarded import Guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import examples
@@ -74,7 +75,9 @@ def test_a_linear_is_what_the_oracle_says(isa, dtype, weight_dtype):
     torch.manual_seed(1)
     sizes = ((1, 1, 1), (1, 2048, 1000), (3, 130, 259), (7, 127, 4), (16, 384, 66), (70, 33, 129), (300, 2100, 19))
     for (rows, inputs, outputs), long in itertools.product(sizes, (False, True)):
-        x, weight = torch.randn(rows, inputs).to(dtype), (torch.randn(outputs, inputs) * inputs**-0.5).to(weight_dtype)
+        x, drawn = torch.randn(rows, inputs).to(dtype), (torch.randn(outputs, inputs) * inputs**-0.5).to(weight_dtype)
+        guarded = Guarded(drawn.view(torch.uint8).flatten())  # no byte behind the last row is read
+        weight = guarded.bytes.view(weight_dtype).view(outputs, inputs)
         for bias in (None, torch.randn(outputs).to(dtype)):
             result, oracle = cpu.linear(x, weight, bias, long), reference.linear(x, weight, bias)
             assert result.dtype == dtype and result.shape == (rows, outputs)

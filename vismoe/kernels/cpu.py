@@ -23,8 +23,9 @@ Matrices in the encodings of published checkpoints (formats/encodings.py) are co
 type: the kernel sums the products of a group of inputs, and multiplies the sum by the group's scale. For the tokens of
 prompts, AVX-512 BF16 restores such weights and rounds them to bfloat16 first, which needs half of the instructions per token.
 For long prompts (`parts` with `long`) AVX-512 BF16 does so with weights in every format, and adds in the order of the inputs.
-AVX-512 without BF16, and AVX2, add in that order, too, also in a linear with `long`; they restore weights to float32, but that
-AVX2 multiplies integers as integers, and those of which fewer than 32 share a scale as it does elsewhere.
+AVX-512 without BF16, and AVX2, add in that order, too, also in a linear with `long`; they restore weights to float32. With
+bfloat16 inputs AVX2 multiplies integers as integers, and those of which fewer than 32 share a scale as it does elsewhere.
+Weights in float16 have the kernels of other tokens everywhere.
 
 Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert.
 """

@@ -102,7 +102,8 @@ void pack_words(const std::uint8_t* codes, std::size_t count, std::int16_t* to) 
 
 // to[token, row], `to_stride` apart, = the sums of `inputs` words from `first` on, or += those where they aren't the first. `t`:
 // the first token. The products of every kStep are added as integers, which stay below 2^30 (128 words of 15 bits and codes of 7,
-// and their signs), and these sums as numbers, times the scales, [step, row], and the scale of the token's unit.
+// and their signs), and these sums as numbers, times the scale of the token's unit, then those of weights, [step,
+// row]: each number on the way is a sum of inputs, so that none is too large or too small for float32 where the result is not.
 template <std::size_t kStep, std::size_t N>
 void add_words_in_lanes(const std::int16_t* weights, const float* scales, const Inputs<std::int16_t>& in, std::size_t t,
                         std::size_t first, std::size_t inputs, float* to, std::size_t to_stride, Later& later) {
@@ -128,12 +129,12 @@ void add_words_in_lanes(const std::int16_t* weights, const float* scales, const 
     }
 #pragma GCC unroll 8
     for (std::size_t n = 0; n < N; n++) {
-      const __m256 of_token = Avx2::every(in.scales(t + n) + k / kUnit);
+      const __m256 of_token = _mm256_mul_ps(Avx2::every(in.scales(t + n) + k / kUnit), Avx2::every(&kOfWord));
 #pragma GCC unroll 2
       for (std::size_t half = 0; half < 2; half++) {
         float* sums = to + n * to_stride + 8 * half;
-        const __m256 scale = _mm256_mul_ps(Avx2::load(scales + 8 * half), of_token);
-        Avx2::store(sums, Avx2Words::scaled_sum(k == 0 ? Avx2::zero() : Avx2::load(sums), parts[n][half], scale));
+        const __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(parts[n][half]), of_token);
+        Avx2::store(sums, Avx2::dot(k == 0 ? Avx2::zero() : Avx2::load(sums), part, Avx2::load(scales + 8 * half)));
       }
     }
     later.step();
@@ -141,18 +142,18 @@ void add_words_in_lanes(const std::int16_t* weights, const float* scales, const 
 }
 
 // For one number of inputs that share a scale.
-struct Words {
+struct StepFunctions {
   decltype(&sum_inputs<Avx2Words, 128>) sum;
   decltype(&add_words_in_lanes<128, 1>) add[Avx2::kTokensBeside];  // by the number of tokens less one
 };
 template <std::size_t kStep, std::size_t... N>
-const Words& words_by(std::index_sequence<N...>) {
-  static constexpr Words by = {sum_inputs<Avx2Words, kStep>, {add_words_in_lanes<kStep, N + 1>...}};
+const StepFunctions& functions_by(std::index_sequence<N...>) {
+  static constexpr StepFunctions by = {sum_inputs<Avx2Words, kStep>, {add_words_in_lanes<kStep, N + 1>...}};
   return by;
 }
-const Words& words_of(std::size_t step) {
+const StepFunctions& functions_of(std::size_t step) {
   const auto tokens = std::make_index_sequence<Avx2::kTokensBeside>();
-  return step == 32 ? words_by<32>(tokens) : step == 64 ? words_by<64>(tokens) : words_by<128>(tokens);
+  return step == 32 ? functions_by<32>(tokens) : step == 64 ? functions_by<64>(tokens) : functions_by<128>(tokens);
 }
 
 // Where 16 inputs share a scale, words become numbers too often for lanes to be the quicker ones.
@@ -182,7 +183,7 @@ struct LanesOfWords {
                   const Place& next, float* y, std::size_t y_stride) const {
     if (!has_words_in_lanes(m.encoding)) return floats(m, record, begin, end, x, n, next, y, y_stride);
     const Unpacking& of = unpacking<true>(m.encoding, std::make_index_sequence<kEncodings>());
-    const Words& by_words = words_of(of.step);
+    const StepFunctions& functions = functions_of(of.step);
     const std::size_t inputs = static_cast<std::size_t>(m.inputs), steps = round_up(blocks_of(inputs, of.step), 16);
     std::int16_t* words = reinterpret_cast<std::int16_t*>(floats.weights);
     Scratch scratch{};
@@ -191,17 +192,17 @@ struct LanesOfWords {
     const Inputs<std::int16_t> in = inputs_of<Avx2Words>(x, row_bytes<Set>(inputs), inputs, scratch);
     const bool affine = has_minima(m);
     if (affine && summed != x) {
-      by_words.sum(in, inputs, n, x_sums);
+      functions.sum(in, inputs, n, x_sums);
       summed = x;
     }
     const auto restore = [&](std::size_t row, std::size_t count, std::size_t first, std::size_t some) {
-      floats.unpack_rows(of, m, record, row, count, first, some, kOfWord,
+      floats.unpack_rows(of, m, record, row, count, first, some,
                          [&](std::size_t place) { pack_words(floats.codes, padded(some), words + 2 * place); });
     };
     const auto add = [&](std::size_t tokens, std::size_t t, std::size_t first, std::size_t some, float* to, std::size_t to_stride,
                          Later& later) {
       const float* scales = floats.scales + first / of.step * kRowsBeside;
-      by_words.add[tokens - 1](words, scales, in, t, first, padded(some), to, to_stride, later);
+      functions.add[tokens - 1](words, scales, in, t, first, padded(some), to, to_stride, later);
       Later none{};
       if (!affine || first + some < inputs) return;
       AddTiles<Set>::of[tokens - 1](floats.minima, x_sums + t * steps, steps, steps, false, to, to_stride, none);

@@ -1,5 +1,6 @@
-// Weights in the lanes of AVX2's or AVX-512's vectors, for long prompts and pictures, restored to float32: the rows in the lanes of
-// two vectors meet a number of up to S::kTokensBeside tokens. Like kernel.h, in an anonymous namespace.
+// Weights in the lanes of AVX2's or AVX-512's vectors, for long prompts and pictures: the rows in the lanes of two vectors meet up to
+// S::kTokensBeside tokens. LanesOfFloats restores weights to float32; others bring other things to lanes (kernels_words_avx2.cpp).
+// Like kernel.h, in an anonymous namespace.
 
 #pragma once
 
@@ -73,16 +74,16 @@ const Unpacking& unpacking(std::int32_t encoding, std::index_sequence<E...>) {
   return of[encoding];
 }
 
-// to[step, row] = the numbers of rows, [row, steps], times a number.
+// to[step, row] = the numbers of rows, [row, steps].
 template <class S>
-void pack_steps(const float* rows, std::size_t steps, float times, float* to) {
+void pack_steps(const float* rows, std::size_t steps, float* to) {
   for (std::size_t s = 0; s < steps; s += S::kLanes) {
     typename S::Lanes v[S::kLanes];
 #pragma GCC unroll 16
     for (std::size_t r = 0; r < S::kLanes; r++) v[r] = S::lanes(rows + r * steps + s);
     transpose(v);
 #pragma GCC unroll 16
-    for (std::size_t i = 0; i < S::kLanes; i++) S::store(to + (s + i) * kTile<S>, S::times(S::numbers(v[i]), S::every(&times)));
+    for (std::size_t i = 0; i < S::kLanes; i++) S::store(to + (s + i) * kTile<S>, S::numbers(v[i]));
   }
 }
 
@@ -189,7 +190,7 @@ inline void by_tiles(const Matrix& m, const std::uint8_t* record, std::size_t be
       std::size_t left = blocks_of(n, kMost);
       for (std::size_t t = 0, tokens = 0; t < n; t += tokens, left--) {
         tokens = blocks_of(n - t, left);  // nearly equal
-        float *to = y + t * y_stride, part[kMost * kRowsBeside];
+        float *to = y + t * y_stride, part[kMost * kRowsBeside];  // lanes behind `count` are anything
         if (count == kRowsBeside) {
           add(tokens, t, first, some, to, y_stride, later);
         } else {  // what lies behind these outputs is not ours
@@ -243,7 +244,7 @@ struct LanesOfFloats {
       if (m.encoding == kRawBf16) return restore_raw(m, record, row, count, first, some);
       const Unpacking& of = unpacking<false>(m.encoding, std::make_index_sequence<kEncodings>());
       const auto pack = m.encoding == kFp8 ? pack_halves<S> : pack_codes<S>;
-      unpack_rows(of, m, record, row, count, first, some, 1.0f, [&](std::size_t place) {
+      unpack_rows(of, m, record, row, count, first, some, [&](std::size_t place) {
         const std::size_t at = first / of.step * kRowsBeside + place;
         pack(codes, padded(some), {of.step, scales + at, has_minima(m) ? minima + at : nullptr}, weights + place);
       });
@@ -264,11 +265,11 @@ struct LanesOfFloats {
     }
   }
 
-  // Unpacks codes of kLanes rows at a time, which `pack(place of the first one)` brings to lanes; and with the first inputs scales,
-  // times a number, and minima of all their steps.
+  // Unpacks codes of kLanes rows at a time, which `pack(place of the first one)` brings to lanes; and with the first inputs scales
+  // and minima of all their steps.
   template <class P>
   void unpack_rows(const Unpacking& of, const Matrix& m, const std::uint8_t* record, std::size_t row, std::size_t count,
-                   std::size_t first, std::size_t some, float times, P pack) const {
+                   std::size_t first, std::size_t some, P pack) const {
     const std::size_t steps = round_up(blocks_of(static_cast<std::size_t>(m.inputs), of.step), 16);
     const std::size_t code_bytes = m.encoding == kFp8 ? 2 : 1;
     const Place rows = place_of(m, record, row, kRows);
@@ -279,8 +280,8 @@ struct LanesOfFloats {
         if (first == 0) of.scales(m, rows, which, of_rows + r * steps, of_rows + (kLanes + r) * steps);
       }
       if (first == 0) {
-        pack_steps<S>(of_rows, steps, times, scales + place);
-        if (has_minima(m)) pack_steps<S>(of_rows + kLanes * steps, steps, 1.0f, minima + place);
+        pack_steps<S>(of_rows, steps, scales + place);
+        if (has_minima(m)) pack_steps<S>(of_rows + kLanes * steps, steps, minima + place);
       }
       pack(place);
     }

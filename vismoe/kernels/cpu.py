@@ -6,7 +6,8 @@ weights, that token, whether it is one of a prompt, or of a long one, and the fo
 the other experts of a call, or the other tokens. Calls from several Python threads run one after another.
 
 With bfloat16 inputs on AVX-512 BF16, products are of bfloat16 pairs: the kernel rounds the weights of the integer formats to
-bfloat16 after scaling, rounds the activation's result once, and treats denormals as zero.
+bfloat16 after scaling, rounds the activation's result once, and treats denormals as zero. (That set also asks for VBMI and GFNI.
+Cooper Lake, which lacks them, is served as AVX-512 without BF16.)
 
 With bfloat16 inputs on AVX2, or on AVX-512 without BF16, weights that are integers (the integer formats, and all encodings but
 fp8) are multiplied as such: the kernel rounds inputs, and the activation's result, to integers of 16 bits with a scale for each

@@ -1,5 +1,5 @@
-// AVX-512 with BF16: products of bfloat16 pairs, summed in float32. Denormals count as zero there. Like kernel.h, in an anonymous
-// namespace; AMX decodes weights with it, too.
+// AVX-512 with BF16, VBMI and GFNI: products of bfloat16 pairs, summed in float32. Denormals count as zero there. Like kernel.h, in an
+// anonymous namespace; AMX decodes weights with it, too.
 
 #pragma once
 
@@ -22,7 +22,7 @@ struct Avx512Bf16 {
   using Sum = __m512;
   using Part = __m512;
   static constexpr int kLanes = 32;
-  static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 2;
+  static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 4;
 
   static __m512 zero() { return _mm512_setzero_ps(); }
   static __m512bh load(const X* x) { return (__m512bh)_mm512_loadu_si512(x); }
@@ -47,11 +47,13 @@ struct Avx512Bf16 {
   template <Encoding E>
   using InOrder = CodesInOrder<Avx512Bf16, E>;
   static constexpr bool in_order(Encoding e) {
-    return e == kQ4K || e == kW4 || e == kW4Narrow || e == kMxFp4 || e == kNvFp4 || e == kIq4Xs || is_in_blocks(e);
+    return e == kFp8 || e == kQ4K || e == kW4 || e == kW4Narrow || e == kMxFp4 || e == kNvFp4 || e == kIq4Xs || is_in_blocks(e);
   }
   static constexpr std::size_t place_of_input(std::size_t i) { return i; }  // in a packed row
   static constexpr std::uint16_t number(int value) { return bf16_of(value); }
   static __m512bh look_up(__m512i words, __m512i numbers) { return (__m512bh)_mm512_permutexvar_epi16(words, numbers); }
+  // Those of the first eight of each 16 codes, or of the others.
+  static __m512bh numbers_of_e4m3(__m512i codes, int part);
   template <Encoding E, class F>
   static void restore(const Unit& unit, const float* scales, const float* minima, F to);
 };
@@ -133,6 +135,30 @@ constexpr auto kFiveCentred = table<32>([](int i) { return i - 16; });
 constexpr auto kSixCentred = table<64>([](int i) { return i - 32; });
 // By the magnitude of an E4M3 code plus one, modulo 128: NaN, then zero and the denormals m / 512.
 constexpr Table<32> kSmallE4m3 = {{0x7fc0, 0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60}};
+
+// The bytes of kSmallE4m3.
+struct SmallBytes {
+  std::uint8_t of[16];
+};
+constexpr SmallBytes small_bytes(int shift) {
+  SmallBytes made{};
+  for (int i = 0; i < 9; i++) made.of[i] = static_cast<std::uint8_t>(kSmallE4m3.of[i] >> shift);
+  return made;
+}
+constexpr SmallBytes kSmallHigh = small_bytes(8), kSmallLow = small_bytes(0);
+
+// Each bit of a number is one of its code, or the opposite of one, or zero; zero, denormals and NaN are looked up.
+inline __m512bh Avx512Bf16::numbers_of_e4m3(__m512i codes, int part) {
+  constexpr long long kHigh = 0x1020404040404000, kLow = 0x01020408;  // the bit of a code for each bit, the highest in the lowest byte
+  const __m512i next = _mm512_and_si512(_mm512_add_epi8(codes, _mm512_set1_epi8(1)), _mm512_set1_epi8(0x7f));
+  const __mmask64 small = _mm512_cmplt_epu8_mask(next, _mm512_set1_epi8(9));
+  __m512i high = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kHigh), 0x3c);
+  __m512i low = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kLow), 0);
+  high = _mm512_mask_permutexvar_epi8(high, small, next, _mm512_broadcast_i32x4(load16(kSmallHigh.of)));
+  low = _mm512_mask_permutexvar_epi8(low, small, next, _mm512_broadcast_i32x4(load16(kSmallLow.of)));
+  high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-0x80), 0xf8);  // high | (codes & sign)
+  return (__m512bh)(part == 0 ? _mm512_unpacklo_epi8(low, high) : _mm512_unpackhi_epi8(low, high));
+}
 
 inline __m512bh values_in(const Table<32>& table, __m512i words) {
   return (__m512bh)_mm512_permutexvar_epi16(words, _mm512_load_si512(table.of));

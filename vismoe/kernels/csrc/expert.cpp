@@ -804,11 +804,12 @@ VISMOE_API std::uint32_t vismoe_isas() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx2) found |= 1u << kAvx2;
   if (avx512) found |= 1u << kAvx512;
-  const bool avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  // Of the processors with BF16 only Cooper Lake lacks the others.
+  const bool avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+                          __builtin_cpu_supports("gfni");
   if (avx512bf16) found |= 1u << kAvx512Bf16;
 #if defined(VISMOE_AMX)
-  const bool codes = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
-                     __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("gfni");
+  const bool codes = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi2");
   if (avx512bf16 && codes && may_use_amx()) found |= 1u << kAmx;
 #endif
 #endif

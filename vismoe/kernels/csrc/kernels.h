@@ -280,7 +280,7 @@ const Kernels& kernels_avx512();
 const Kernels& kernels_avx512words();  // as kernels_avx2words
 const Kernels& kernels_avx512bf16();  // bfloat16 inputs; kernels_avx512 serves float32 inputs and fp16 weights
 const Multiply* multiplies_avx512bf16();  // of its decoded tokens, by encoding
-const Kernels& kernels_amx();         // the same, with products of matrices for prompts and FP8 by its bits
+const Kernels& kernels_amx();         // the same, with products of matrices for prompts
 const Kernels& kernels_amxwords();    // the same, and integers are multiplied as words
 
 }  // namespace vismoe

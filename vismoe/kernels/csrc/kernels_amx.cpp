@@ -1,5 +1,5 @@
-// AMX: for prompts, where sixteen rows of weights meet sixteen tokens, 32 inputs at a time. Codes of decoded tokens are multiplied as
-// words, and those of FP8 become bfloat16 by their bits. Everything else is that of AVX-512 with BF16.
+// AMX: for prompts, where sixteen rows of weights meet sixteen tokens, 32 inputs at a time, and their attention. Most codes of decoded
+// tokens are multiplied as words. Everything else is that of AVX-512 with BF16.
 
 #include "amx.h"
 #include "prompt_attention.h"
@@ -214,7 +214,7 @@ struct Words : Words512<Avx512Bf16> {
   template <Encoding E>
   using InOrder = CodesInOrder<Words, E>;
   static constexpr bool in_order(Encoding e) {
-    return e == kInt4 || e == kQ5K || e == kQ6K || Avx512Bf16::in_order(e);
+    return e == kInt4 || e == kQ5K || e == kQ6K || (e != kFp8 && Avx512Bf16::in_order(e));
   }
   static constexpr std::size_t place_of_input(std::size_t i) {
     return i / kWordSpan * kWordSpan + i % 2 * (kWordSpan / 2) + i % kWordSpan / 2;
@@ -232,50 +232,14 @@ struct Words : Words512<Avx512Bf16> {
   }
 };
 
-// The bytes of kSmallE4m3.
-struct SmallBytes {
-  std::uint8_t of[16];
-};
-constexpr SmallBytes small_bytes(int shift) {
-  SmallBytes made{};
-  for (int i = 0; i < 9; i++) made.of[i] = static_cast<std::uint8_t>(kSmallE4m3.of[i] >> shift);
-  return made;
-}
-constexpr SmallBytes kSmallHigh = small_bytes(8), kSmallLow = small_bytes(0);
-
-// FP8 of decoded tokens: each bit of a bfloat16 number is a bit of its code, or its opposite, but for zero, denormals and NaN, which are
-// looked up.
-struct Fp8Numbers : Avx512Bf16 {
-  template <Encoding E>
-  using InOrder = CodesInOrder<Fp8Numbers, E>;
-  static constexpr bool in_order(Encoding e) { return e == kFp8; }
-
-  // Those of the first eight of each 16 codes, or of the others.
-  static __m512bh numbers_of_e4m3(__m512i codes, int part) {
-    constexpr long long kHigh = 0x1020404040404000, kLow = 0x01020408;  // the bit of a code for each bit, the highest in the lowest byte
-    const __m512i next = _mm512_and_si512(_mm512_add_epi8(codes, _mm512_set1_epi8(1)), _mm512_set1_epi8(0x7f));
-    const __mmask64 small = _mm512_cmplt_epu8_mask(next, _mm512_set1_epi8(9));
-    __m512i high = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kHigh), 0x3c);
-    __m512i low = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kLow), 0);
-    high = _mm512_mask_permutexvar_epi8(high, small, next, _mm512_broadcast_i32x4(load16(kSmallHigh.of)));
-    low = _mm512_mask_permutexvar_epi8(low, small, next, _mm512_broadcast_i32x4(load16(kSmallLow.of)));
-    high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-0x80), 0xf8);  // high | (codes & sign)
-    return (__m512bh)(part == 0 ? _mm512_unpacklo_epi8(low, high) : _mm512_unpackhi_epi8(low, high));
-  }
-};
-
-struct InNumbers : Avx512Bf16 {
-  static Multiply multiply_of(Encoding e) { return e == kFp8 ? multiply_as<Fp8Numbers, kFp8, false> : multiplies_avx512bf16()[e]; }
-};
-
-// The same, and some weights are multiplied as words.
+// Some weights are multiplied as words.
 struct InWords : Avx512Bf16 {
   using Words = vismoe::Words;
 
   template <std::size_t... E>
   static Multiply multiply_in(Encoding encoding, std::index_sequence<E...>) {
     static constexpr Multiply of[] = {multiply_of_words<static_cast<Encoding>(E)>()...};
-    return of[encoding] != nullptr ? of[encoding] : InNumbers::multiply_of(encoding);
+    return of[encoding] != nullptr ? of[encoding] : multiplies_avx512bf16()[encoding];
   }
   template <Encoding E>
   static constexpr Multiply multiply_of_words() {
@@ -290,11 +254,10 @@ struct InWords : Avx512Bf16 {
 const Kernels& kernels_amx() {
   static const PromptKernels prompts = {WideScratch::bytes, pack_group, up_wide, down_wide};
   static const Kernels kernels = [] {
-    Kernels made = kernels_of<InNumbers>();
+    Kernels made = kernels_avx512bf16();
     made.prompts = &prompts;
+    made.long_prompts = nullptr;
     made.attend_rows = attend_rows<Tiled>;
-    made.attend_rows_bytes = kernels_avx512bf16().attend_rows_bytes;
-    made.most_rows = kernels_avx512bf16().most_rows;
     return made;
   }();
   return kernels;

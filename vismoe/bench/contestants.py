@@ -4,16 +4,17 @@ All share one loop: `generate()` with a streamer that records times, so that onl
 worker. llama.cpp has its own file, which imports neither torch nor transformers.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig
 
 from vismoe.bench.job import LOGITS, OURS, WARM, BenchRequest, Job, ParallelAnswers, TokenTime
 from vismoe.bench.process import difference, disk_bytes
@@ -84,7 +85,7 @@ class TransformersRunner:
         inputs = self._inputs if tokens is None else {name: value[:, :tokens] for name, value in self._inputs.items()}
         ids = inputs["input_ids"][0]
         disk, self.began_s = disk_bytes(), time.perf_counter()
-        with torch.inference_mode():
+        with torch.inference_mode(), self._looking():
             self._answer(inputs, stamps)
         if self._job.device != "cpu":
             self.notes["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
@@ -104,7 +105,7 @@ class TransformersRunner:
         )
 
     def _answer(self, inputs: dict[str, Any], stamps: Stamps) -> None:
-        self.model.generate(**inputs, streamer=stamps, logits_processor=LogitsProcessorList([self._look]))
+        self.model.generate(**inputs, streamer=stamps)
 
     def parallel(self, rows: int) -> ParallelAnswers:
         """So many prompts in a batch of generate()."""
@@ -114,11 +115,22 @@ class TransformersRunner:
         read = difference(disk_bytes(), stamps.first_disk_bytes)
         return ParallelAnswers(rows, len(stamps.token_ids) - rows, stamps.arrived_s[-1] - stamps.arrived_s[0], read)
 
-    def _look(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Keep some of the first logits `[1, vocabulary]`; a logits processor that changes nothing."""
-        self._at_logits()
-        self.logits = self.logits or tuple(logits[0, :: -(-logits.shape[1] // LOGITS)].float().tolist())
-        return logits
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Keeps some of the logits of the first pass, which reads the whole prompt. A logits processor would be in the way of
+        every token: transformers reads its signature each time, which took 0.5 ms (Zen 4)."""
+
+        def look(model: Any, args: Any, output: Any) -> None:
+            watch.remove()
+            self._at_logits()
+            logits = output.logits[0, -1]
+            self.logits = self.logits or tuple(logits[:: -(-len(logits) // LOGITS)].float().tolist())
+
+        watch = self.model.register_forward_hook(look)
+        try:
+            yield
+        finally:
+            watch.remove()
 
     def moe_s(self) -> dict[str, float]:
         """Seconds in the routed experts of all MoE layers during one more request, by phase, without the router."""
@@ -153,7 +165,7 @@ class VisMoERunner(TransformersRunner):
         kind = runtime.configuration.settings.draft
         if kind == "none":
             return super()._answer(inputs, stamps)
-        loop = TokenLoop(self.model, inputs, {"logits_processor": LogitsProcessorList([self._look])})
+        loop = TokenLoop(self.model, inputs, {})
         drafter, before = Drafter(self._drafts, kind), runtime.metrics.snapshot()
         stamps.put(loop.ids)
         with runtime.context.reading_prompt():

@@ -204,7 +204,8 @@ class Residency:
         self.tick += 1  # what a lookahead still says about an earlier step is too late
         compute_s = max(0.0, last_step_s - sum(of.stall_s for of in self.streaming)) / max(1, len(self.inventory.layers))
         for table, streaming in zip(self.tables, self.streaming, strict=True):
-            ring = streaming.begin_pass(phase, tokens, table.dynamic_slabs, table.pool.free == 0, compute_s)
+            slabs = table.dynamic_slabs if streaming.possible else 0
+            ring = streaming.begin_pass(phase, tokens, slabs, table.pool.free == 0, compute_s)
             table.begin_step(ring)
             if ring:
                 table.hold_fixed()

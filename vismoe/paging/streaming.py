@@ -161,7 +161,8 @@ class Streaming:
 
     def begin_pass(self, phase: Phase, tokens: int, slabs: int, full: bool, compute_s: float) -> int:
         """Settle the pass before, whose layers took `compute_s` each beside waiting, and decide about one of `tokens`; returns
-        the slabs of its ring, 0 where it is not streamed. `slabs`: that are not pinned; `full`: none of them is free."""
+        the slabs of its ring, 0 where it is not streamed. `slabs`: that are not pinned, where it is possible; `full`: none of
+        them is free."""
         self._settle(compute_s)
         self._typical, self._running, self.verdict, self._sure = full, None, Verdict.UNMEASURED, False
         if not self.possible or phase in (Phase.ENCODE, Phase.DRAFT):

@@ -102,8 +102,8 @@ void pack_words(const std::uint8_t* codes, std::size_t count, std::int16_t* to) 
 
 // to[token, row], `to_stride` apart, = the sums of `inputs` words from `first` on, or += those where they aren't the first. `t`:
 // the first token. The products of every kStep are added as integers, which stay below 2^30 (128 words of 15 bits and codes of 7,
-// and their signs), and these sums as numbers, times the scale of the token's unit, then those of weights, [step,
-// row]: what is on the way is a sum of inputs times codes, whatever the weights; it fits in float32 for inputs below 2^114.
+// and their signs), and these sums as numbers, times the scale of the token's unit, then those of weights, [step, row]: on the way is
+// a sum of inputs times codes, whatever the weights. It fits in float32 for inputs below 2^114.
 template <std::size_t kStep, std::size_t N>
 void add_words_in_lanes(const std::int16_t* weights, const float* scales, const Inputs<std::int16_t>& in, std::size_t t,
                         std::size_t first, std::size_t inputs, float* to, std::size_t to_stride, Later& later) {
